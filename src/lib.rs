@@ -1,0 +1,8 @@
+//! Activation compression for PyTorch training: the core crate, free of Python unless the feature `python` is on.
+//!
+//! Module map and invariants: `docs/architecture.md`; bytes: `docs/format.md`; words: `docs/terminology.md`.
+
+pub mod dtype;
+pub mod error;
+
+pub use error::{Error, Result};
