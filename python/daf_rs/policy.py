@@ -6,6 +6,7 @@ The rules themselves stand in `policy_table`; what a rule can say stands in `pol
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from dataclasses import replace
 from functools import lru_cache
@@ -87,6 +88,14 @@ def register_consumer(node: str, field: str, rule: Rule | str | int) -> None:
         # Replaced, never changed in place: `lookup` reads without the lock.
         _registered = {**_registered, (node, field): made}
         _generation += 1
+    _forget()
+
+
+def _forget() -> None:
+    """Makes the native layer ask again; it keeps the rules of the node types that it has met."""
+    native = sys.modules.get(f"{__package__}._native")
+    if native is not None:
+        native.forget_consumers()
 
 
 def _as_rule(node: str, rule: Rule | str | int) -> Rule:
@@ -131,31 +140,31 @@ def resolve(node: Any, field: str, dtype: Any = None) -> Rule:
     if not rule.attrs:
         return rule
     values = [getattr(node, attr) if attr else None for attr in rule.attrs]
-    if rule.kind == "exact":
+    if name == "PowBackward0" or "Norm" in name:
         return _resolve_power(name, rule, values[0])
     if not all(_representable(value, dtype) for value in values):
-        return replace(rule, kind="exact", attrs=(), why=f"{rule.why}, which {dtype} cannot represent")
+        return Rule("exact", why=f"{rule.why}, and {dtype} cannot represent them")
     bounds = [None if value is None else to_f32(float(value)) for value in values]
-    if name in ("HardshrinkBackward0", "SoftshrinkBackward0"):
-        (size,) = bounds
-        assert size is not None
-        return replace(rule, attrs=(), consts=(-size, size))
     if name.startswith("Clamp"):
-        strict = _clamp_is_strict()
-        if strict is None:
-            return replace(rule, kind="exact", attrs=(), why=f"{rule.why}; whether strictly is not known here")
-        low, high = bounds
-        lo = -math.inf if low is None else step_up(low) if strict else low
-        hi = math.inf if high is None else -step_up(-high) if strict else high
-        return replace(rule, attrs=(), consts=(lo, hi))
-    return replace(rule, attrs=(), consts=tuple(-math.inf if value is None else value for value in bounds))
+        return _resolve_clamp(rule, *bounds)
+    if name in ("HardshrinkBackward0", "SoftshrinkBackward0"):
+        size = bounds[0] or 0.0
+        return Rule("within", consts=(-size, size), why=rule.why)
+    return replace(rule, attrs=(), consts=tuple(-math.inf if bound is None else bound for bound in bounds))
+
+
+def _resolve_clamp(rule: Rule, low: float | None, high: float | None) -> Rule:
+    strict = _clamp_is_strict()
+    if strict is None:
+        return Rule("exact", why=f"{rule.why}; whether strictly cannot be told for this PyTorch")
+    lo = -math.inf if low is None else step_up(low) if strict else low
+    hi = math.inf if high is None else -step_up(-high) if strict else high
+    return Rule("within", consts=(lo, hi), why=rule.why)
 
 
 def _resolve_power(name: str, rule: Rule, value: Any) -> Rule:
-    value = getattr(value, "item", lambda: value)() if value is not None else None
     if name == "PowBackward0":
-        linear = isinstance(value, (int, float)) and value >= 2 and float(value).is_integer()
-        if linear:
+        if isinstance(value, (int, float)) and value >= 2 and float(value).is_integer():
             floor = 1 if value == 2 else 3
             return Rule("value", floor=floor, axis="producer", why=f"backward takes its power {int(value) - 1}")
     elif value is None or value == 2:

@@ -43,8 +43,8 @@ class Rule:
             (as the op that made the tensor says) or ``"flat"``.
         guard: ``"q"`` and ``"k"`` (attention) or ``"bmm"``: the width must also keep the error of the scores
             small, which needs both tensors.
-        attrs: Node attributes that the rule depends on. A rule with attributes is an upper bound that is
-            always safe; `resolve` makes it concrete for a node.
+        attrs: Node attributes that the rule depends on. Unresolved, such a rule is safe but may keep
+            more than it must; `resolve` makes it concrete for a node.
         consts: Thresholds: ``(t,)`` of a mask, ``(lo, hi)`` of within and not_beyond.
         why: One line for the report.
     """

@@ -66,6 +66,8 @@ _add(
 
 # --- Only compared with a constant: 1 or 2 bits, and exact -----------------------------------------------------
 
+_BOUNDS = "backward compares it with the bounds only"
+
 _add(Rule("mask", consts=(0.0,), why="backward reads x > 0 only"), "ReluBackward0.result")
 _add(
     Rule("mask", attrs=("_saved_threshold",), why="backward compares it with the threshold only"),
@@ -83,29 +85,18 @@ _add(Rule("sign", why="backward reads its sign only"), "AbsBackward0.self")
 # For NaN PyTorch's CPU kernels of hardtanh and the shrinks differ between whole vectors and the tail; these
 # rules follow the tail and CUDA.
 _add(
-    Rule("not_beyond", attrs=("_saved_min_val", "_saved_max_val"), why="backward compares it with the bounds only"),
+    Rule("not_beyond", attrs=("_saved_min_val", "_saved_max_val"), why=_BOUNDS),
     "HardtanhBackward0.self",
-)
-_add(
-    Rule("within", attrs=("_saved_lambd",), why="backward compares it with the bounds only"),
-    "HardshrinkBackward0.self SoftshrinkBackward0.self",
 )
 _add(
     Rule("within", consts=(step_up(-3.0), -step_up(-3.0)), why="backward reads -3 < x < 3 only"),
     "HardsigmoidBackward0.self",
 )
-_add(
-    Rule("within", attrs=("_saved_min", "_saved_max"), why="backward compares it with the bounds only"),
-    "ClampBackward1.self",
-)
-_add(
-    Rule("within", attrs=("_saved_min", ""), why="backward compares it with the bound only"),
-    "ClampMinBackward0.self",
-)
-_add(
-    Rule("within", attrs=("", "_saved_max"), why="backward compares it with the bound only"),
-    "ClampMaxBackward0.self",
-)
+# `resolve` makes these "within"; how, depends on more than the attributes' values.
+_add(Rule("exact", attrs=("_saved_lambd",), why=_BOUNDS), "HardshrinkBackward0.self SoftshrinkBackward0.self")
+_add(Rule("exact", attrs=("_saved_min", "_saved_max"), why=_BOUNDS), "ClampBackward1.self")
+_add(Rule("exact", attrs=("_saved_min", ""), why=_BOUNDS), "ClampMinBackward0.self")
+_add(Rule("exact", attrs=("", "_saved_max"), why=_BOUNDS), "ClampMaxBackward0.self")
 _add(Rule("within", consts=(-HUGE, HUGE), why="backward reads only whether it is finite"), "NanToNumBackward0.self")
 _add(Rule("within", consts=(-math.inf, math.inf), why="backward reads only whether it is NaN"), "NansumBackward0.self")
 
