@@ -4,5 +4,6 @@
 
 pub mod dtype;
 pub mod error;
+pub mod kernels;
 
 pub use error::{Error, Result};
