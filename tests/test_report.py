@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from daf_rs.policy import UNKNOWN
 from daf_rs.report import MIN_WIDTH, Report, Row, Totals, human
 
