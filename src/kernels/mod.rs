@@ -11,7 +11,14 @@
 //! Every primitive that writes planes writes the bytes from its first slot on, up to the next multiple of 64 slots behind its last one; bits
 //! without an element there are 0. Chunks are therefore written in rising order.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 pub mod isa;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod prefetch;
 pub mod rng;
 mod scalar;
 #[cfg(test)]
@@ -21,6 +28,7 @@ mod types;
 use half::{bf16, f16};
 
 pub use isa::{FpEnv, Isa, try_active};
+pub use prefetch::Prefetch;
 pub use rng::Key;
 pub use types::{
     BLOCK_SLOTS, CodeParams, ColumnShape, Columns, DequantizeParams, MAX_BITS, PLANE_BYTES,
@@ -37,18 +45,18 @@ pub trait Element: Float {
     fn table(isa: Isa) -> &'static KernelTable<Self>;
 }
 
-/// Implements [`Element`]: the scalar table, overridden per level by what that level has.
+/// Implements [`Element`]: one table a level. A level's `table` overrides what it has of the scalar one.
 macro_rules! element {
-    ($T:ty, avx2: { $($avx2:ident: $avx2_fn:path),* $(,)? }, avx512: { $($avx512:ident: $avx512_fn:path),* $(,)? }, neon: { $($neon:ident: $neon_fn:path),* $(,)? }) => {
+    ($T:ty) => {
         impl Element for $T {
             fn table(isa: Isa) -> &'static KernelTable<Self> {
                 static SCALAR: KernelTable<$T> = KernelTable::scalar(Isa::Scalar);
                 #[cfg(target_arch = "x86_64")]
-                static AVX2: KernelTable<$T> = KernelTable { $($avx2: $avx2_fn,)* ..KernelTable::scalar(Isa::Avx2) };
+                static AVX2: KernelTable<$T> = avx2::table();
                 #[cfg(target_arch = "x86_64")]
-                static AVX512: KernelTable<$T> = KernelTable { $($avx512: $avx512_fn,)* ..KernelTable::scalar(Isa::Avx512) };
+                static AVX512: KernelTable<$T> = avx512::table();
                 #[cfg(target_arch = "aarch64")]
-                static NEON: KernelTable<$T> = KernelTable { $($neon: $neon_fn,)* ..KernelTable::scalar(Isa::Neon) };
+                static NEON: KernelTable<$T> = neon::table();
                 match isa {
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx2 => &AVX2,
@@ -63,13 +71,16 @@ macro_rules! element {
     };
 }
 
-element!(f32, avx2: {}, avx512: {}, neon: {});
-element!(f16, avx2: {}, avx512: {}, neon: {});
-element!(bf16, avx2: {}, avx512: {}, neon: {});
+element!(f32);
+element!(f16);
+element!(bf16);
 
 /// (src, group, m, inv, params, first step, planes, first slot)
 type QuantizeRows<T> =
     unsafe fn(&[T], usize, &[f32], &[f32], &CodeParams, u32, &mut PlaneBuf, usize);
+/// (columns, m, inv, params, next row group, planes)
+type QuantizeCols<T> =
+    unsafe fn(&Columns<'_, T>, &[f32], &[f32], &CodeParams, &mut Prefetch, &mut PlaneBuf);
 /// (planes, first slot, group, c0, step, params, first step, dst)
 type DequantizeRows<T> =
     unsafe fn(&PlaneSrc<'_>, usize, usize, &[f32], &[f32], &CodeParams, u32, &mut [T]);
@@ -95,8 +106,8 @@ pub struct KernelTable<T: Element> {
     range_rows: unsafe fn(&[T], usize, bool, &mut [f32], &mut [f32]),
     quantize_rows: QuantizeRows<T>,
     dequantize_rows: DequantizeRows<T>,
-    range_cols: unsafe fn(&Columns<'_, T>, bool, &mut [f32], &mut [f32]),
-    quantize_cols: unsafe fn(&Columns<'_, T>, &[f32], &[f32], &CodeParams, &mut PlaneBuf),
+    range_cols: unsafe fn(&Columns<'_, T>, bool, &mut Prefetch, &mut [f32], &mut [f32]),
+    quantize_cols: QuantizeCols<T>,
     dequantize_cols: DequantizeCols<T>,
     nonzero_plane_rows: unsafe fn(&[T], &mut [u8]) -> usize,
     nonzero_plane_cols: unsafe fn(&Columns<'_, T>, &mut [u8]) -> usize,
@@ -291,7 +302,8 @@ impl<T: Element> KernelTable<T> {
         }
     }
 
-    /// As [`KernelTable::range_rows`] for a row group of a channel tile: minimum and maximum of each column.
+    /// As [`KernelTable::range_rows`] for a row group of a channel tile: minimum and maximum of each column. `ahead` are the lines of the
+    /// row group that the thread works on next.
     ///
     /// # Panics
     /// If the shape is not as [`ColumnShape`] says, `src` is shorter than it spans, or an output is shorter than its width.
@@ -299,6 +311,7 @@ impl<T: Element> KernelTable<T> {
         &self,
         columns: &Columns<'_, T>,
         skip_zeros: bool,
+        ahead: &mut Prefetch,
         out_min: &mut [f32],
         out_max: &mut [f32],
     ) {
@@ -313,6 +326,7 @@ impl<T: Element> KernelTable<T> {
             (self.range_cols)(
                 columns,
                 skip_zeros,
+                ahead,
                 &mut out_min[..width],
                 &mut out_max[..width],
             )
@@ -320,7 +334,8 @@ impl<T: Element> KernelTable<T> {
     }
 
     /// As [`KernelTable::quantize_rows`] for a row group of a channel tile. Row r of the tile and column c give slot
-    /// `r * padded_width + c` and element `c & 31` of dither step `r * row_steps + (c >> 5)`.
+    /// `r * padded_width + c` and element `c & 31` of dither step `r * row_steps + (c >> 5)`. `ahead` is what `range_cols` left of the next
+    /// row group's lines.
     ///
     /// # Panics
     /// As [`KernelTable::range_cols`]; if `m` or `inv` is shorter than the width, or `params.bits` is outside 1..=8.
@@ -330,6 +345,7 @@ impl<T: Element> KernelTable<T> {
         m: &[f32],
         inv: &[f32],
         params: &CodeParams,
+        ahead: &mut Prefetch,
         planes: &mut PlaneBuf,
     ) {
         check_columns(&columns.shape, columns.src.len());
@@ -340,7 +356,7 @@ impl<T: Element> KernelTable<T> {
             "parameters are shorter than {width} columns"
         );
         // SAFETY: the table of `isa` is handed out only where the CPU has its features; lengths and bounds are checked above.
-        unsafe { (self.quantize_cols)(columns, &m[..width], &inv[..width], params, planes) }
+        unsafe { (self.quantize_cols)(columns, &m[..width], &inv[..width], params, ahead, planes) }
     }
 
     /// As [`KernelTable::dequantize_rows`] for a row group of a channel tile; memory between the rows is left as it is.
@@ -509,11 +525,11 @@ const fn scalar_planes(isa: Isa) -> PlaneTable {
 pub fn planes_for_isa(isa: Isa) -> Result<&'static PlaneTable> {
     static SCALAR: PlaneTable = scalar_planes(Isa::Scalar);
     #[cfg(target_arch = "x86_64")]
-    static AVX2: PlaneTable = scalar_planes(Isa::Avx2);
+    static AVX2: PlaneTable = avx2::plane_table();
     #[cfg(target_arch = "x86_64")]
-    static AVX512: PlaneTable = scalar_planes(Isa::Avx512);
+    static AVX512: PlaneTable = avx512::plane_table();
     #[cfg(target_arch = "aarch64")]
-    static NEON: PlaneTable = scalar_planes(Isa::Neon);
+    static NEON: PlaneTable = neon::plane_table();
     check_available(isa)?;
     Ok(match isa {
         #[cfg(target_arch = "x86_64")]

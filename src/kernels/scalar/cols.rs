@@ -2,11 +2,12 @@
 
 use super::{Range, code, encode_dither, value};
 use crate::kernels::types::{CodeParams, ColumnShape, Columns, PlaneBuf, PlaneSrc};
-use crate::kernels::{Element, plane_len};
+use crate::kernels::{Element, Prefetch, plane_len};
 
 pub(in crate::kernels) fn range<T: Element>(
     columns: &Columns<'_, T>,
     skip_zeros: bool,
+    _ahead: &mut Prefetch,
     out_min: &mut [f32],
     out_max: &mut [f32],
 ) {
@@ -27,6 +28,7 @@ pub(in crate::kernels) fn quantize<T: Element>(
     m: &[f32],
     inv: &[f32],
     params: &CodeParams,
+    _ahead: &mut Prefetch,
     planes: &mut PlaneBuf,
 ) {
     let shape = columns.shape;

@@ -1,0 +1,16 @@
+//! Kernels with AVX2, FMA, F16C, BMI2. What this level lacks is the scalar kernel.
+//!
+//! # Safety
+//! Every `unsafe fn` here requires a CPU with the features of [`Isa::Avx2`], and what the method of the same name in `super` checks.
+
+use super::{Element, Isa, KernelTable, PlaneTable, scalar_planes};
+
+/// The kernels of this level over elements of type `T`.
+pub(super) const fn table<T: Element>() -> KernelTable<T> {
+    KernelTable::scalar(Isa::Avx2)
+}
+
+/// The plane kernels of this level.
+pub(super) const fn plane_table() -> PlaneTable {
+    scalar_planes(Isa::Avx2)
+}

@@ -1,0 +1,163 @@
+//! Which memory comes next, so that column kernels can fetch it while they work.
+//!
+//! A row group of a channel tile is many short pieces a row apart, which hardware prefetchers follow badly. So the kernels fetch the
+//! *next* row group into the second-level cache, a few lines after each row of the present one. The lines are spread over both passes
+//! (range and quantize): in one of them alone they would queue for the core's few line-fill buffers. Measured with 1,024 columns of f32
+//! and AVX-512, relative to no prefetch: 1.25 in the second pass alone, 1.48 spread over both.
+#![cfg_attr(
+    not(any(target_arch = "x86_64", target_arch = "aarch64")),
+    allow(dead_code, reason = "no vector kernels for this architecture")
+)]
+
+use super::types::Columns;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// The cache lines of the row group that comes next. Only a hint: it never changes a result.
+///
+/// One cursor serves [`range_cols`](super::KernelTable::range_cols) and then [`quantize_cols`](super::KernelTable::quantize_cols) of the
+/// present row group; what the first has fetched, the second leaves out.
+#[derive(Clone, Copy, Debug)]
+pub struct Prefetch {
+    row: *const u8,
+    offset: usize,
+    row_bytes: usize,
+    pitch: usize,
+    rows: usize,
+}
+
+impl Prefetch {
+    /// Nothing to fetch: the present row group is the thread's last.
+    pub const fn none() -> Prefetch {
+        Prefetch {
+            row: std::ptr::null(),
+            offset: 0,
+            row_bytes: 0,
+            pitch: 0,
+            rows: 0,
+        }
+    }
+
+    /// The lines of `next`.
+    pub fn columns<T>(next: &Columns<'_, T>) -> Prefetch {
+        let (row, pitch) = (
+            next.src.as_ptr().cast::<u8>(),
+            next.shape.pitch * size_of::<T>(),
+        );
+        // Rows that start inside a line end inside one more.
+        let aligned = (row as usize).is_multiple_of(LINE) && pitch.is_multiple_of(LINE);
+        let row_bytes = next.shape.width * size_of::<T>() + if aligned { 0 } else { LINE - 1 };
+        Prefetch {
+            row,
+            offset: 0,
+            row_bytes,
+            pitch,
+            rows: next.shape.rows,
+        }
+    }
+
+    /// Lines to fetch after each row of the range pass: three eighths, as this pass takes about a third of the time.
+    pub(super) fn range_quota(&self) -> usize {
+        (3 * self.row_bytes.div_ceil(LINE)).div_ceil(8)
+    }
+
+    /// Lines to fetch after each row of the quantizing pass: the rest and a little more, so that the last rows are not late.
+    pub(super) fn quantize_quota(&self) -> usize {
+        (6 * self.row_bytes.div_ceil(LINE)).div_ceil(8)
+    }
+
+    /// The next line's address, row by row; `None` when all were given. The address is for a prefetch instruction only.
+    #[inline(always)]
+    pub(super) fn next_line(&mut self) -> Option<*const u8> {
+        if self.rows == 0 {
+            return None;
+        }
+        let line = self.row.wrapping_add(self.offset);
+        self.offset += LINE;
+        if self.offset >= self.row_bytes {
+            self.offset = 0;
+            self.row = self.row.wrapping_add(self.pitch);
+            self.rows -= 1;
+        }
+        Some(line)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::ColumnShape;
+
+    fn lines(mut ahead: Prefetch) -> Vec<usize> {
+        std::iter::from_fn(|| ahead.next_line())
+            .map(|line| line as usize)
+            .collect()
+    }
+
+    #[test]
+    fn every_line_of_the_next_row_group_comes_once_or_more_and_no_other() {
+        let memory = vec![0u16; 100_000];
+        for (pitch, rows, width, start) in [
+            (128, 4, 128, 0),
+            (1000, 7, 125, 3),
+            (72, 9, 72, 1),
+            (33, 1, 5, 31),
+            (1024, 256, 64, 32),
+        ] {
+            let src = &memory[start..];
+            let shape = ColumnShape {
+                pitch,
+                rows,
+                width,
+                first_row: 0,
+            };
+            let mut given: Vec<usize> = lines(Prefetch::columns(&Columns { src, shape }))
+                .iter()
+                .map(|line| line / LINE)
+                .collect();
+            let mut wanted: Vec<usize> = (0..rows)
+                .flat_map(|r| (0..width).map(move |c| src.as_ptr() as usize + 2 * (r * pitch + c)))
+                .map(|at| at / LINE)
+                .collect();
+            given.sort_unstable();
+            given.dedup();
+            wanted.dedup();
+            wanted.sort_unstable();
+            wanted.dedup();
+            assert!(
+                wanted.iter().all(|line| given.contains(line)),
+                "{shape:?}: lines are missing"
+            );
+            assert!(
+                given
+                    .iter()
+                    .all(|line| wanted.contains(line) || wanted.contains(&(line - 1))),
+                "{shape:?}: far lines"
+            );
+        }
+        assert_eq!(lines(Prefetch::none()), []);
+    }
+
+    #[test]
+    fn both_passes_together_fetch_all_of_an_equally_long_row_group() {
+        let memory = vec![0f32; 256 * 128];
+        for width in [1, 8, 40, 125, 128] {
+            let shape = ColumnShape {
+                pitch: 128,
+                rows: 256,
+                width,
+                first_row: 0,
+            };
+            let mut ahead = Prefetch::columns(&Columns {
+                src: &memory,
+                shape,
+            });
+            let quota = ahead.range_quota() + ahead.quantize_quota();
+            for _ in 0..quota * shape.rows {
+                ahead.next_line();
+            }
+            assert_eq!(ahead.next_line(), None, "{width} columns");
+        }
+    }
+}
