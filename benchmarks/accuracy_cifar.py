@@ -1,6 +1,6 @@
 """Does compression cost accuracy on images? ResNet-20 on CIFAR-10, plain against compressed.
 
-    python benchmarks/accuracy_cifar.py --data cifar10.tar.xz
+python benchmarks/accuracy_cifar.py --data cifar10.tar.xz
 """
 
 from __future__ import annotations
@@ -40,34 +40,32 @@ class CifarTask(Task):
         self.steps = images // BATCH
         self.test_images = test_images
 
-    def build(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: D102
+    def build(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = load_models().resnet20(seed=seed)
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=PEAK_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=PEAK_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
         return model, optimizer
 
-    def rate(self, step: int) -> float:  # noqa: D102
+    def rate(self, step: int) -> float:
         total = self.epochs * self.steps
         peak = WARMUP * total
         if step < peak:
             return PEAK_RATE * (step + 1) / (peak + 1)
         return PEAK_RATE * (total - step) / (total - peak)
 
-    def start_epoch(self, seed: int, epoch: int) -> None:  # noqa: D102
+    def start_epoch(self, seed: int, epoch: int) -> None:
         self._rng = np.random.default_rng((seed, epoch))
         self._order = self._rng.permutation(len(self.data.train_labels))[: self.steps * BATCH]
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
         index = self._order[step * BATCH : (step + 1) * BATCH]
         images = normalize(augment(self.data.train_images[index], self._rng))
         return images, torch.from_numpy(self.data.train_labels[index])
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(output, targets)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> float:  # noqa: D102
+    def evaluate(self, model: nn.Module) -> float:
         model.eval()
         right = 0
         # Spread over the set, which may be sorted by class.

@@ -1,6 +1,6 @@
 """Does compression cost accuracy on text? A small GPT on characters, plain against compressed.
 
-    python benchmarks/accuracy_gpt.py --data tinyshakespeare.txt
+python benchmarks/accuracy_gpt.py --data tinyshakespeare.txt
 """
 
 from __future__ import annotations
@@ -41,37 +41,33 @@ class GptTask(Task):
         self.steps = steps
         self.layers = layers
 
-    def build(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: D102
-        model = load_models().gpt(
-            seed=seed, vocabulary=self.text.vocabulary, layers=self.layers, length=LENGTH
-        )
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.1
-        )
+    def build(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = load_models().gpt(seed=seed, vocabulary=self.text.vocabulary, layers=self.layers, length=LENGTH)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.1)
         return model, optimizer
 
-    def rate(self, step: int) -> float:  # noqa: D102
+    def rate(self, step: int) -> float:
         if step < WARMUP_STEPS:
             return PEAK_RATE * (step + 1) / WARMUP_STEPS
         total = self.epochs * self.steps
         share = (step - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
         return PEAK_RATE * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
-    def start_epoch(self, seed: int, epoch: int) -> None:  # noqa: D102
+    def start_epoch(self, seed: int, epoch: int) -> None:
         generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
         limit = len(self.text.train) - LENGTH
         self._starts = torch.randint(limit, (self.steps, BATCH), generator=generator)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
         index = self._starts[step][:, None] + torch.arange(LENGTH + 1)
         tokens = self.text.train[index]
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> float:  # noqa: D102
+    def evaluate(self, model: nn.Module) -> float:
         model.eval()
         tokens = self.text.validation
         count = (len(tokens) - 1) // LENGTH
@@ -80,9 +76,7 @@ class GptTask(Task):
         total = 0.0
         for start in range(0, count, 64):
             output = cast(Tensor, model(inputs[start : start + 64]))
-            loss = F.cross_entropy(
-                output.flatten(0, 1), targets[start : start + 64].flatten(), reduction="sum"
-            )
+            loss = F.cross_entropy(output.flatten(0, 1), targets[start : start + 64].flatten(), reduction="sum")
             total += float(loss)
         return total / (count * LENGTH)
 

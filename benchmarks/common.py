@@ -30,9 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 # The CPU flags that decide which kernels run.
-_FLAGS = (
-    "sse2 ssse3 avx2 fma f16c bmi2 avx512f avx512bw avx512vbmi avx512_vbmi2 avx512_bf16 asimd"
-).split()
+_FLAGS = ["sse2", "ssse3", "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vbmi", "avx512_vbmi2", "avx512_bf16", "asimd"]
 
 
 def option_parser(name: str, description: str, *, data: str | None = None) -> argparse.ArgumentParser:
@@ -43,13 +41,9 @@ def option_parser(name: str, description: str, *, data: str | None = None) -> ar
         description: One paragraph for `--help`.
         data: Help text of `--data`; None leaves the option out.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: a smoke run of seconds")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / f"{name}.json", help="the JSON file to write"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="the JSON file to write")
     if data is not None:
         parser.add_argument("--data", type=Path, default=None, help=data)
     return parser

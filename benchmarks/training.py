@@ -35,9 +35,7 @@ def bits_of(mode: str) -> int | str | None:
         return "exact"
     match = re.fullmatch(r"([1-8])bit", mode)
     if match is None:
-        raise argparse.ArgumentTypeError(
-            f"unknown mode {mode!r}: give f32 (plain PyTorch), exact, or 1bit to 8bit"
-        )
+        raise argparse.ArgumentTypeError(f"unknown mode {mode!r}: give f32 (plain PyTorch), exact, or 1bit to 8bit")
     return int(match[1])
 
 
@@ -91,9 +89,7 @@ def add_options(parser: argparse.ArgumentParser, *, epochs: int) -> None:
         help="f32 (plain PyTorch), exact, 1bit .. 8bit",
     )
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
-    parser.add_argument(
-        "--summary", action="store_true", help="only print the table of what is stored"
-    )
+    parser.add_argument("--summary", action="store_true", help="only print the table of what is stored")
 
 
 def run(task: Task, mode: str, seed: int, checkpoint: Path) -> dict[str, Any]:
