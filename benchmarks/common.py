@@ -30,7 +30,20 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 # The CPU flags that decide which kernels run.
-_FLAGS = ["sse2", "ssse3", "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vbmi", "avx512_vbmi2", "avx512_bf16", "asimd"]
+_FLAGS = [
+    "sse2",
+    "ssse3",
+    "avx2",
+    "fma",
+    "f16c",
+    "bmi2",
+    "avx512f",
+    "avx512bw",
+    "avx512vbmi",
+    "avx512_vbmi2",
+    "avx512_bf16",
+    "asimd",
+]
 
 
 def option_parser(name: str, description: str, *, data: str | None = None) -> argparse.ArgumentParser:
