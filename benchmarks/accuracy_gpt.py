@@ -12,7 +12,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from common import load_models, option_parser
-from datasets import Text, load_text
+from datasets import Text, load_text, random_text
 from torch import Tensor, nn
 from training import Task, add_options, run_all
 
@@ -81,11 +81,6 @@ class GptTask(Task):
         return total / (count * LENGTH)
 
 
-def _random_text() -> Text:
-    tokens = torch.randint(65, (20_000,), generator=torch.Generator().manual_seed(0))
-    return Text(tokens[:18_000], tokens[18_000:], 65)
-
-
 def main() -> None:
     """Runs the benchmark from the command line."""
     parser = option_parser(
@@ -103,7 +98,7 @@ def main() -> None:
 def _task(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> GptTask:
     if arguments.quick:  # random characters: shows that everything runs, not what is learned
         arguments.epochs = min(arguments.epochs, 2)
-        return GptTask(_random_text(), arguments.epochs, steps=2, layers=2)
+        return GptTask(random_text(), arguments.epochs, steps=2, layers=2)
     if arguments.data is None:
         parser.error("--data is required: the path of a text file")
     return GptTask(load_text(arguments.data), arguments.epochs, 100, arguments.layers)

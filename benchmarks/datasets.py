@@ -108,3 +108,9 @@ def load_text(path: Path) -> Text:
     tokens = torch.tensor([alphabet[character] for character in text], dtype=torch.int64)
     cut = len(tokens) * 9 // 10
     return Text(tokens[:cut], tokens[cut:], len(alphabet))
+
+
+def random_text() -> Text:
+    """Returns random characters, for smoke runs."""
+    tokens = torch.randint(65, (20_000,), generator=torch.Generator().manual_seed(0))
+    return Text(tokens[:18_000], tokens[18_000:], 65)
