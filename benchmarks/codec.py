@@ -77,7 +77,10 @@ class Bench:
 
     def compare(self, cases: dict[str, tuple[Callable[[], object], int]]) -> dict[str, Timing]:
         """Times cases (callable, bytes of its source) in turns with memcpy and stores the records."""
-        calls = {"memcpy": self._memcpy, **{name: call for name, (call, _) in cases.items()}}
+        calls: dict[str, Callable[[], object]] = {
+            "memcpy": self._memcpy,
+            **{name: call for name, (call, _) in cases.items()},
+        }
         timings = interleave(calls, rounds=self._rounds)
         elements = self._source.numel()
         for name, (_, size) in cases.items():

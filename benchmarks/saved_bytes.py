@@ -60,7 +60,7 @@ class PlainCounter:
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        reference = StorageWeakRef(storage)
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         # The weak reference pins the address, so the key cannot come to mean another storage.
         self._storages.setdefault(reference.cdata, (reference, storage.nbytes()))
 
@@ -71,7 +71,10 @@ class PlainCounter:
         """Runs the forward and returns the bytes."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             loss = batch.loss(model)
-        total = sum(size for reference, size in self._storages.values() if reference.expired())
+        total = 0
+        for reference, size in self._storages.values():
+            if reference.expired():  # type: ignore[no-untyped-call]
+                total += size
         del loss
         return total
 

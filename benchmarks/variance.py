@@ -70,7 +70,8 @@ def trained_gpt(text: Text, steps: int, layers: int, cache: Path) -> Subject:
             for _ in range(steps):
                 inputs, targets = batch(16)
                 optimizer.zero_grad(set_to_none=True)
-                F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             torch.save(model.state_dict(), cache)
     generator.manual_seed(1)
@@ -169,7 +170,7 @@ def values(subject: Subject, bits: int, seeds: int) -> dict[str, Any]:
 
     totals, bytes_of, logs = {"row": 0.0, "channel": 0.0}, {"row": 0, "channel": 0}, 0.0
     elements = 0
-    details = []
+    details: list[dict[str, Any]] = []
     for slot in value_slots(subject):
         x = slot.matrix.double()
         spread = float(x.var())

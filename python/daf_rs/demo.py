@@ -180,11 +180,9 @@ def _print_table(outcomes: dict[str, _Outcome], threads: int) -> None:
 
 
 def _by_module(report: Any) -> dict[str, tuple[int, int]]:
-    """Plain and stored bytes of each module, in forward order; a shared tensor counts once."""
+    """Plain and stored bytes of each module, in forward order; what is shared counts at its first row."""
     sums: dict[str, tuple[int, int]] = {}
     for row in report.rows:
-        if row.shared:
-            continue
         name = row.module or row.op
         plain, stored = sums.get(name, (0, 0))
         sums[name] = (plain + row.plain_bytes, stored + row.stored_bytes)
