@@ -71,7 +71,8 @@ export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu -E LD_LIBRARY_PATH=/usr/aarch64-linux-gnu/lib"
 # A forced level that the CPU lacks is an error, so NEON cannot be skipped unnoticed.
 export DAF_ISA=neon
-# Emulation is slow: optimised code, fewer random cases.
+# Emulation is slow: optimised code, fewer random cases. Link-time optimisation would cost more than it saves.
+export CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_DEBUG=0
 export PROPTEST_CASES="${PROPTEST_CASES:-32}"
 for cpu in max cortex-a53; do
     echo "== aarch64, CPU model $cpu, DAF_ISA=$DAF_ISA"
