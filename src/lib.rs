@@ -2,8 +2,11 @@
 //!
 //! Module map and invariants: `docs/architecture.md`; bytes: `docs/format.md`; words: `docs/terminology.md`.
 
+pub mod codec;
 pub mod dtype;
 pub mod error;
 pub mod kernels;
+pub mod parallel;
+pub mod pool;
 
 pub use error::{Error, Result};

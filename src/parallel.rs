@@ -35,6 +35,7 @@ fn from_environment() -> Option<usize> {
 
 /// Threads used when a call asks for 0: `DAF_NUM_THREADS`, else what [`set_default_threads`] was given, else the cores
 /// available to this process.
+#[expect(clippy::disallowed_methods, reason = "this is the place that decides the number of threads")]
 pub fn default_threads() -> usize {
     if let Some(n) = from_environment() {
         return n;
@@ -58,6 +59,7 @@ pub fn threads_for(requested: usize, bytes: usize) -> usize {
     if requested == 0 { default_threads() } else { requested }
 }
 
+#[expect(clippy::disallowed_methods, reason = "this is the place that owns the thread pool")]
 fn pool_of(size: usize) -> Result<Arc<rayon::ThreadPool>> {
     // A child forked while another thread held this lock would wait for ever; it works serially instead.
     let mut slot = match POOL.try_lock() {

@@ -94,7 +94,7 @@ fn check<T>(ptr: *const u8, bytes: usize, n: usize, what: &str) -> Result<()> {
             "the {what} has {bytes} bytes, but the layout spans {n} elements of {size} bytes"
         )));
     }
-    if ptr.is_null() || ptr.addr() % align_of::<T>() != 0 {
+    if ptr.is_null() || !ptr.addr().is_multiple_of(align_of::<T>()) {
         return Err(Error::InvalidArgument(format!(
             "the {what}'s address {ptr:p} is not aligned to its element size of {size} bytes; copy the tensor first"
         )));

@@ -156,13 +156,17 @@ impl Encoded {
 
     /// All bytes that the stored tensor takes: codes, planes and metadata, rounded up to the pool's units, and this object.
     pub fn stored_bytes(&self) -> usize {
-        let parts: usize = self.parts.iter().map(Extent::reserved).sum();
-        parts + self.parts.len() * size_of::<Extent>() + size_of::<Self>()
+        self.parts.iter().map(Extent::reserved).sum::<usize>() + self.overhead_bytes()
+    }
+
+    /// Bytes outside the pool: this object and its list of extents, part of [`Encoded::stored_bytes`].
+    pub fn overhead_bytes(&self) -> usize {
+        self.parts.len() * size_of::<Extent>() + size_of::<Self>()
     }
 
     /// Bytes of headers, class tables and group parameters, part of [`Encoded::stored_bytes`].
     pub fn metadata_bytes(&self) -> usize {
-        self.metadata + self.parts.len() * size_of::<Extent>() + size_of::<Self>()
+        self.metadata + self.overhead_bytes()
     }
 
     /// Whether every block has a zero plane, so that [`ReadMode::Mask`] works.

@@ -157,6 +157,21 @@ impl Tiling {
         (s * SEGMENT_BLOCKS).min(self.blocks)..((s + 1) * SEGMENT_BLOCKS).min(self.blocks)
     }
 
+    /// Rows of tiles (channel geometry).
+    pub(crate) fn tile_rows(&self) -> usize {
+        self.blocks.checked_div(self.slabs).unwrap_or(0)
+    }
+
+    /// The blocks of a row of tiles.
+    pub(crate) fn tile_row(&self, t: usize) -> std::ops::Range<usize> {
+        t * self.slabs..(t + 1) * self.slabs
+    }
+
+    /// One past the last matrix row of a row of tiles.
+    pub(crate) fn tile_row_end(&self, t: usize) -> usize {
+        self.group_start(((t + 1) * self.tile_groups).min(self.row_groups))
+    }
+
     /// First row of a row group (channel geometry); the number of row groups gives the number of rows.
     pub fn group_start(&self, g: usize) -> usize {
         let Geometry::Channel { rows, .. } = self.geometry else { return 0 };

@@ -1,43 +1,33 @@
 //! The codec: tensors to bytes and back. It decides the class of a stored tensor, its geometry and every byte (`docs/format.md`);
 //! the loops over elements are in `kernels`, the threads in `parallel`, the memory in `pool`.
 
-#![deny(clippy::cast_possible_wrap)]
+#[cfg(target_endian = "big")]
+compile_error!("packed bytes are little endian, and so must the CPU be");
 
 mod access;
+mod block;
+mod decode;
 mod encoded;
+mod exact;
 mod geometry;
+mod integer;
 mod layout;
+mod params;
+mod parts;
+mod scratch;
+mod segment;
+mod value;
 
 pub use access::{Source, Target};
 pub use encoded::{Class, Encoded};
 pub use geometry::{BLOCK, Block, ChannelBlock, GROUP_SIZES, Geometry, RowBlock, SEGMENT_BLOCKS, STEP, Tiling};
 pub use layout::Layout;
+pub use exact::{encode_lossless, encode_mask, encode_raw, encode_sign};
+pub use value::{encode_value, measure};
+
+pub use crate::kernels::{Predicate, Rounding};
 
 use crate::dtype::FloatType;
-
-/// How a real number becomes a code.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Rounding {
-    /// Subtractive dither: unbiased, error uniform in ±s/2 and independent of the value; mean square s²/12.
-    Dither = 0,
-    /// Stochastic rounding: unbiased, error in ±s, mean square s²/6 on average.
-    Stochastic = 1,
-    /// Round to nearest: error in ±s/2, mean square s²/12, biased per value.
-    Nearest = 2,
-}
-
-impl Rounding {
-    /// The rounding with this code in the format.
-    pub const fn from_code(code: u8) -> Option<Self> {
-        match code {
-            0 => Some(Rounding::Dither),
-            1 => Some(Rounding::Stochastic),
-            2 => Some(Rounding::Nearest),
-            _ => None,
-        }
-    }
-}
 
 /// Whether a block stores one lossless bit per element for "is not zero", and codes for the nonzeros only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -114,30 +104,6 @@ impl ElementKind {
             ElementKind::Int { bytes, .. } | ElementKind::Opaque { bytes } => usize::from(bytes),
         }
     }
-}
-
-/// The question that a mask answers, one bit an element.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Predicate {
-    /// `!(x <= t)`: above the threshold, or NaN (what ReLU's backward passes on).
-    GreaterOrNan {
-        /// The threshold.
-        t: f32,
-    },
-    /// `lo <= x && x <= hi` (hardtanh, clamp).
-    Within {
-        /// Lower end, included.
-        lo: f32,
-        /// Upper end, included.
-        hi: f32,
-    },
-    /// `!(x <= lo || x >= hi)`.
-    NotBeyond {
-        /// Lower end, excluded.
-        lo: f32,
-        /// Upper end, excluded.
-        hi: f32,
-    },
 }
 
 /// What [`measure`] finds, before any bits are chosen.

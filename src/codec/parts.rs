@@ -34,34 +34,33 @@ impl<T: Pod> Part<'_, T> {
     }
 }
 
-/// Cuts the memory of `layout` at multiples of `step` elements and calls `work` for every piece, on several threads where the pieces
-/// cannot overlap.
-pub(crate) fn for_each_part<T, F>(memory: &mut [T], layout: &Layout, step: usize, threads: usize, work: F) -> Result<()>
+/// Cuts the memory of `layout` before the elements `ends` (ascending, the last is the element count) and calls `work` for every piece,
+/// on several threads where the pieces cannot overlap.
+pub(crate) fn for_each_part<T, F>(memory: &mut [T], layout: &Layout, ends: &[usize], threads: usize, work: F) -> Result<()>
 where
     T: Pod + Send,
     F: Fn(usize, Part<'_, T>) -> Result<()> + Sync,
 {
-    let len = layout.len();
+    let starts = std::iter::once(0).chain(ends.iter().copied());
+    let pieces = starts.zip(ends.iter().copied());
     if !layout.is_ordered() {
         // Elements that share memory: one after another, in order, each piece over the whole span.
-        for (i, start) in (0..len).step_by(step.max(1)).enumerate() {
-            work(i, Part { elements: start..(start + step).min(len), base: 0, memory: &mut *memory })?;
-        }
-        return Ok(());
+        return pieces
+            .enumerate()
+            .try_for_each(|(i, (start, end))| work(i, Part { elements: start..end, base: 0, memory: &mut *memory }));
     }
-    let mut pieces = Vec::with_capacity(len.div_ceil(step.max(1)));
     let (mut rest, mut at) = (memory, 0);
-    for start in (0..len).step_by(step.max(1)) {
-        let end = (start + step).min(len);
+    let mut slots = Vec::with_capacity(ends.len());
+    for (start, end) in pieces {
         let (first, last) = (layout.offset(start), layout.offset(end - 1));
         let (_, tail) = rest.split_at_mut(first - at);
         let (piece, tail) = tail.split_at_mut(last + 1 - first);
         rest = tail;
         at = last + 1;
-        pieces.push(Mutex::new(Some(Part { elements: start..end, base: first, memory: piece })));
+        slots.push(Mutex::new(Some(Part { elements: start..end, base: first, memory: piece })));
     }
-    parallel::for_each(pieces.len(), threads, |i| {
-        let piece = pieces[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+    parallel::for_each(slots.len(), threads, |i| {
+        let piece = slots[i].lock().unwrap_or_else(PoisonError::into_inner).take();
         piece.map_or(Ok(()), |p| work(i, p))
     })
 }

@@ -37,7 +37,8 @@ pub(crate) struct BlockHeader {
 
 impl BlockHeader {
     pub(crate) fn write(&self, to: &mut [u8]) {
-        let flags = u8::from(self.m_f32) * M_F32 | u8::from(self.zero_plane) * ZERO_PLANE | u8::from(self.class_table) * CLASS_TABLE;
+        let flag = |set: bool, f: u8| if set { f } else { 0 };
+        let flags = flag(self.m_f32, M_F32) | flag(self.zero_plane, ZERO_PLANE) | flag(self.class_table, CLASS_TABLE);
         // A block has at most 2^15 slots and groups, a segment less than 2^23 bytes.
         let words = [u32::from(flags), self.coded_slots as u32, (self.body / 8) as u32, self.raw_groups as u32];
         for (to, w) in to[..HEADER].chunks_exact_mut(4).zip(words) {

@@ -1,0 +1,329 @@
+//! The integer class: frame of reference per 64 elements, exact for every input. `docs/format.md`, "Integers".
+//!
+//! Indices (of max-pool, of an embedding, positions) are close to a straight line within a group, so a block subtracts a common ramp
+//! first; a group then keeps its offset from the block's base and only as many bit-planes as its own range needs.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::exact::{self, PART, Word};
+use super::parts::{self, Part};
+use super::segment::corrupt;
+use super::{Encoded, Layout, Target};
+use crate::error::Result;
+use crate::parallel;
+use crate::pool::{Extent, SlabPool};
+
+/// Elements of a group: a bit-plane of it is one 64-bit word.
+const GROUP: usize = 64;
+/// Elements of a block, which shares base and ramp.
+const BLOCK: usize = 8192;
+const GROUPS: usize = BLOCK / GROUP;
+/// Base, ramp, bytes of a group's offset: three 64-bit words.
+const HEADER: usize = 24;
+/// Differences looked at to find the ramp.
+const SAMPLES: usize = 31;
+
+/// An element as a signed number; the high bits of a narrow unsigned one are 0.
+fn widen<W: Word>(w: W, signed: bool) -> i64 {
+    let unused = 64 - 8 * size_of::<W>().min(8);
+    let bits = w.bits()[0] << unused;
+    if signed { bits.cast_signed() >> unused } else { (bits >> unused).cast_signed() }
+}
+
+/// One block of a tensor, residuals over a ramp.
+struct Frame {
+    ramp: i64,
+    low: [i64; GROUPS],
+    width: [u8; GROUPS],
+    groups: usize,
+}
+
+impl Frame {
+    /// Lower end and bit width of every group of `x` after the ramp is taken off.
+    fn new(x: &[i64], ramp: i64) -> Self {
+        let groups = x.len().div_ceil(GROUP);
+        let mut frame = Frame { ramp, low: [0; GROUPS], width: [0; GROUPS], groups };
+        for (g, x) in x.chunks(GROUP).enumerate() {
+            let (mut low, mut high, mut line) = (i64::MAX, i64::MIN, 0i64);
+            for x in x {
+                let y = x.wrapping_sub(line);
+                low = low.min(y);
+                high = high.max(y);
+                line = line.wrapping_add(ramp);
+            }
+            frame.low[g] = low;
+            // The difference of two i64 fits in a u64 whatever they are.
+            let range = high.wrapping_sub(low).cast_unsigned();
+            frame.width[g] = 64 - range.leading_zeros() as u8;
+        }
+        frame
+    }
+
+    fn planes(&self) -> usize {
+        self.width[..self.groups].iter().map(|w| usize::from(*w)).sum()
+    }
+
+    fn base(&self) -> i64 {
+        self.low[..self.groups].iter().copied().min().unwrap_or(0)
+    }
+
+    /// Bytes of a group's offset from the base.
+    fn offset_bytes(&self, base: i64) -> usize {
+        let most = self.low[..self.groups].iter().map(|l| l.wrapping_sub(base).cast_unsigned()).max().unwrap_or(0);
+        match most {
+            0 => 0,
+            1..=0xff => 1,
+            0x100..=0xffff => 2,
+            0x1_0000..=0xffff_ffff => 4,
+            _ => 8,
+        }
+    }
+}
+
+/// Offsets of a block's parts.
+struct Shape {
+    offsets: usize,
+    planes: usize,
+}
+
+impl Shape {
+    fn new(groups: usize, offset_bytes: usize) -> Self {
+        let offsets = HEADER + groups.next_multiple_of(8);
+        Shape { offsets, planes: offsets + (groups * offset_bytes).next_multiple_of(8) }
+    }
+}
+
+/// The median of some differences of neighbours: the slope of an index map, 0 where there is none.
+fn slope(x: &[i64]) -> i64 {
+    if x.len() <= SAMPLES {
+        return 0;
+    }
+    let mut steps: [i64; SAMPLES] = std::array::from_fn(|i| {
+        let at = i * (x.len() - 1) / SAMPLES;
+        x[at + 1].wrapping_sub(x[at])
+    });
+    steps.sort_unstable();
+    steps[SAMPLES / 2]
+}
+
+/// The 8x8 bit matrix whose row i is byte i, transposed: bit j of byte i becomes bit i of byte j (Warren, Hacker's Delight, 7-3).
+fn transpose8(mut x: u64) -> u64 {
+    let t = (x ^ (x >> 7)) & 0x00AA_00AA_00AA_00AA;
+    x ^= t ^ (t << 7);
+    let t = (x ^ (x >> 14)) & 0x0000_CCCC_0000_CCCC;
+    x ^= t ^ (t << 14);
+    let t = (x ^ (x >> 28)) & 0x0000_0000_F0F0_F0F0;
+    x ^ t ^ (t << 28)
+}
+
+/// Bit-planes of 64 residuals, `width` words.
+fn to_planes(y: &[u64; GROUP], width: usize, out: &mut [u8]) {
+    for first in (0..width).step_by(8) {
+        let mut planes = [[0u8; 8]; 8];
+        for (i, eight) in y.chunks_exact(8).enumerate() {
+            let rows = eight.iter().enumerate().fold(0u64, |x, (j, y)| x | ((y >> first) & 0xff) << (8 * j));
+            for (plane, b) in planes.iter_mut().zip(transpose8(rows).to_le_bytes()) {
+                plane[i] = b;
+            }
+        }
+        for (k, plane) in planes.iter().enumerate().take(width - first) {
+            out[(first + k) * 8..][..8].copy_from_slice(plane);
+        }
+    }
+}
+
+/// The inverse of [`to_planes`].
+fn from_planes(planes: &[u8], width: usize, y: &mut [u64; GROUP]) {
+    y.fill(0);
+    for first in (0..width).step_by(8) {
+        for (i, eight) in y.chunks_exact_mut(8).enumerate() {
+            let columns = (0..(width - first).min(8)).fold(0u64, |x, k| x | u64::from(planes[(first + k) * 8 + i]) << (8 * k));
+            for (y, b) in eight.iter_mut().zip(transpose8(columns).to_le_bytes()) {
+                *y |= u64::from(b) << first;
+            }
+        }
+    }
+}
+
+/// Appends one block; says how many bytes are metadata.
+fn encode_block(x: &[i64], out: &mut Vec<u8>) -> usize {
+    let mut frame = Frame::new(x, 0);
+    let ramp = slope(x);
+    if ramp != 0 {
+        let sloped = Frame::new(x, ramp);
+        if sloped.planes() < frame.planes() {
+            frame = sloped;
+        }
+    }
+    let base = frame.base();
+    let offset_bytes = frame.offset_bytes(base);
+    let shape = Shape::new(frame.groups, offset_bytes);
+    let start = out.len();
+    out.resize(start + shape.planes + 8 * frame.planes(), 0);
+    let block = &mut out[start..];
+    block[..8].copy_from_slice(&base.to_le_bytes());
+    block[8..16].copy_from_slice(&frame.ramp.to_le_bytes());
+    block[16..24].copy_from_slice(&(offset_bytes as u64).to_le_bytes());
+    block[HEADER..HEADER + frame.groups].copy_from_slice(&frame.width[..frame.groups]);
+    let mut at = shape.planes;
+    let mut y = [0u64; GROUP];
+    for (g, x) in x.chunks(GROUP).enumerate() {
+        let (low, width) = (frame.low[g], usize::from(frame.width[g]));
+        let offset = low.wrapping_sub(base).to_le_bytes();
+        block[shape.offsets + g * offset_bytes..][..offset_bytes].copy_from_slice(&offset[..offset_bytes]);
+        if width == 0 {
+            continue;
+        }
+        let mut line = low;
+        y.fill(0);
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = x.wrapping_sub(line).cast_unsigned();
+            line = line.wrapping_add(frame.ramp);
+        }
+        to_planes(&y, width, &mut block[at..]);
+        at += 8 * width;
+    }
+    shape.planes
+}
+
+/// The parts and their metadata bytes, or `None` when some part would not shrink to 7/8.
+pub(super) fn encode<W: Word>(
+    src: &[W],
+    layout: &Layout,
+    signed: bool,
+    pool: &Arc<SlabPool>,
+    threads: usize,
+) -> Result<Option<(Vec<Extent>, usize)>> {
+    let broken = AtomicBool::new(false);
+    let parts = parts::map(layout.len().div_ceil(PART), threads, |i| {
+        let range = exact::part(i, layout.len());
+        let limit = range.len() * size_of::<W>() / 8 * 7;
+        let mut out = Vec::with_capacity(limit / 2);
+        let mut wide = vec![0i64; BLOCK];
+        let mut metadata = 0;
+        let fits = exact::strips(src, layout, range, |_, strip| {
+            for block in strip.chunks(BLOCK) {
+                for (to, w) in wide.iter_mut().zip(block) {
+                    *to = widen(*w, signed);
+                }
+                metadata += encode_block(&wide[..block.len()], &mut out);
+            }
+            out.len() <= limit && !broken.load(Ordering::Relaxed)
+        });
+        if !fits {
+            broken.store(true, Ordering::Relaxed);
+            out.clear();
+        }
+        let mut extent = pool.alloc(out.len())?;
+        extent.as_mut_slice().copy_from_slice(&out);
+        Ok((extent, metadata))
+    })?;
+    if broken.into_inner() {
+        return Ok(None);
+    }
+    let metadata = parts.iter().map(|p| p.1).sum();
+    Ok(Some((parts.into_iter().map(|p| p.0).collect(), metadata)))
+}
+
+fn word(bytes: &[u8], at: usize) -> Result<u64> {
+    let Some(b) = bytes.get(at..).and_then(|b| b.first_chunk::<8>()) else { return Err(corrupt("an integer block is cut off")) };
+    Ok(u64::from_le_bytes(*b))
+}
+
+/// Decodes one block of `out.len()` elements; gives the bytes behind it.
+fn decode_block<'a, W: Word>(bytes: &'a [u8], out: &mut [W]) -> Result<&'a [u8]> {
+    let groups = out.len().div_ceil(GROUP);
+    let (base, ramp) = (word(bytes, 0)?, word(bytes, 8)?);
+    let offset_bytes = match word(bytes, 16)? {
+        n @ (0 | 1 | 2 | 4 | 8) => n as usize,
+        _ => return Err(corrupt("an integer block has offsets of an impossible size")),
+    };
+    let shape = Shape::new(groups, offset_bytes);
+    if bytes.len() < shape.planes {
+        return Err(corrupt("an integer block is cut off"));
+    }
+    let (head, mut planes) = bytes.split_at(shape.planes);
+    let mut y = [0u64; GROUP];
+    for (g, out) in out.chunks_mut(GROUP).enumerate() {
+        let width = usize::from(head[HEADER + g]);
+        if width > 64 || planes.len() < 8 * width {
+            return Err(corrupt("an integer group is wider than its block"));
+        }
+        let offset = &head[shape.offsets + g * offset_bytes..][..offset_bytes];
+        let offset = offset.iter().rev().fold(0u64, |x, b| x << 8 | u64::from(*b));
+        let (group, rest) = planes.split_at(8 * width);
+        planes = rest;
+        from_planes(group, width, &mut y);
+        let mut line = base.wrapping_add(offset);
+        for (out, y) in out.iter_mut().zip(&y) {
+            *out = W::from_bits([line.wrapping_add(*y), 0]);
+            line = line.wrapping_add(ramp);
+        }
+    }
+    Ok(planes)
+}
+
+pub(super) fn decode<W: Word>(stored: &Encoded, dst: Target<'_>, layout: &Layout, threads: usize) -> Result<()> {
+    let dst: &mut [W] = dst.elements(layout.span())?;
+    let ends: Vec<usize> = (0..layout.len().div_ceil(PART)).map(|i| exact::part(i, layout.len()).end).collect();
+    if ends.len() != stored.parts.len() {
+        return Err(corrupt("a tensor has another number of parts than its elements need"));
+    }
+    let threads = parallel::threads_for(threads, size_of_val(&*dst));
+    parts::for_each_part(dst, layout, &ends, threads, |i, mut part: Part<'_, W>| {
+        let mut bytes = stored.parts[i].as_slice();
+        if layout.is_dense() {
+            for block in part.memory.chunks_mut(BLOCK) {
+                bytes = decode_block(bytes, block)?;
+            }
+            return Ok(());
+        }
+        let mut room = vec![W::zeroed(); BLOCK];
+        for first in part.elements.clone().step_by(BLOCK) {
+            let room = &mut room[..BLOCK.min(part.elements.end - first)];
+            bytes = decode_block(bytes, room)?;
+            part.write(layout, first, room);
+        }
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transposing_twice_is_nothing() {
+        let x = 0x0123_4567_89ab_cdef;
+        assert_eq!(transpose8(transpose8(x)), x);
+        assert_eq!(transpose8(0xff), 0x0101_0101_0101_0101);
+    }
+
+    #[test]
+    fn planes_come_back_at_every_width() {
+        let mut state = 1u64;
+        for width in 0..=64usize {
+            let mask = if width == 0 { 0 } else { u64::MAX >> (64 - width) };
+            let y: [u64; GROUP] = std::array::from_fn(|_| {
+                state = crate::kernels::rng::mix64(state);
+                state & mask
+            });
+            let (mut planes, mut back) = (vec![0; 8 * width], [0; GROUP]);
+            to_planes(&y, width, &mut planes);
+            from_planes(&planes, width, &mut back);
+            assert_eq!(y, back);
+        }
+    }
+
+    #[test]
+    fn ramps_cost_nothing() {
+        let x: Vec<i64> = (0..BLOCK as i64).map(|i| 3 * i - 77).collect();
+        let mut out = Vec::new();
+        encode_block(&x, &mut out);
+        assert!(out.len() < 600, "{} bytes", out.len());
+        let mut back = vec![0u64; x.len()];
+        assert!(decode_block(&out, &mut back).unwrap().is_empty());
+        assert!(x.iter().zip(&back).all(|(x, y)| x.cast_unsigned() == *y));
+    }
+}
