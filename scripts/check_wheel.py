@@ -180,16 +180,17 @@ def check_policy(wheel: Path) -> None:
 
 def check_installation(wheel: Path, work: Path) -> None:
     clean = work / "clean"
-    run(sys.executable, "-m", "venv", clean)
+    run(sys.executable, "-m", "venv", "--without-pip", clean)
     python = clean / "bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", python]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_CONSTRAINT"))}
-    run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel, env=environment)
+    run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel, env=environment)
     site = Path(run(python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "lent-torch.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     empty = work / "empty"
     empty.mkdir()
     # The wheel's own requirements are met by what is lent.
-    run(python, "-I", "-m", "pip", "check", cwd=empty, env=environment)
+    run(*pip, "check", cwd=empty, env=environment)
     for level in ("", "scalar"):
         chosen = {**environment, "DAF_ISA": level} if level else environment
         print(f"  clean environment, DAF_ISA={level or '(unset)'}")
