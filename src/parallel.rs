@@ -30,12 +30,22 @@ thread_local! {
 
 fn from_environment() -> Option<usize> {
     static ENV: OnceLock<Option<usize>> = OnceLock::new();
-    *ENV.get_or_init(|| std::env::var("DAF_NUM_THREADS").ok()?.trim().parse().ok().filter(|&n| n > 0))
+    *ENV.get_or_init(|| {
+        std::env::var("DAF_NUM_THREADS")
+            .ok()?
+            .trim()
+            .parse()
+            .ok()
+            .filter(|&n| n > 0)
+    })
 }
 
 /// Threads used when a call asks for 0: `DAF_NUM_THREADS`, else what [`set_default_threads`] was given, else the cores
 /// available to this process.
-#[expect(clippy::disallowed_methods, reason = "this is the place that decides the number of threads")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "this is the place that decides the number of threads"
+)]
 pub fn default_threads() -> usize {
     if let Some(n) = from_environment() {
         return n;
@@ -56,17 +66,26 @@ pub fn threads_for(requested: usize, bytes: usize) -> usize {
     if bytes < SERIAL_BELOW || BUSY.get() {
         return 1;
     }
-    if requested == 0 { default_threads() } else { requested }
+    if requested == 0 {
+        default_threads()
+    } else {
+        requested
+    }
 }
 
-#[expect(clippy::disallowed_methods, reason = "this is the place that owns the thread pool")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "this is the place that owns the thread pool"
+)]
 fn pool_of(size: usize) -> Result<Arc<rayon::ThreadPool>> {
     // A child forked while another thread held this lock would wait for ever; it works serially instead.
     let mut slot = match POOL.try_lock() {
         Ok(slot) => slot,
         Err(std::sync::TryLockError::Poisoned(p)) => PoisonError::into_inner(p),
         Err(std::sync::TryLockError::WouldBlock) => {
-            return Err(Error::BackendUnavailable("the thread pool is being built".into()));
+            return Err(Error::BackendUnavailable(
+                "the thread pool is being built".into(),
+            ));
         }
     };
     let pid = std::process::id();
@@ -82,8 +101,11 @@ fn pool_of(size: usize) -> Result<Arc<rayon::ThreadPool>> {
         .build()
         .map_err(|e| Error::BackendUnavailable(format!("no threads for the codec: {e}")))?;
     let pool = Arc::new(pool);
-    if let Some(old) = slot.replace(Built { pid, size, pool: Arc::clone(&pool) })
-        && old.pid != pid
+    if let Some(old) = slot.replace(Built {
+        pid,
+        size,
+        pool: Arc::clone(&pool),
+    }) && old.pid != pid
     {
         // Its threads live in the parent only: waiting for them here would never end.
         std::mem::forget(old);
@@ -166,7 +188,11 @@ mod tests {
     fn the_lowest_error_wins() {
         for threads in [1, 3] {
             let e = for_each(64, threads, |i| {
-                if i >= 7 { Err(Error::CorruptData(i.to_string())) } else { Ok(()) }
+                if i >= 7 {
+                    Err(Error::CorruptData(i.to_string()))
+                } else {
+                    Ok(())
+                }
             });
             assert!(matches!(e, Err(Error::CorruptData(m)) if m == "7"));
         }

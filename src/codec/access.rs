@@ -24,13 +24,21 @@ impl<'a> Source<'a> {
     /// For the lifetime `'a`, the `bytes` bytes at `ptr` are readable, initialized and not written by anyone. `ptr` may be
     /// anything when `bytes` is 0.
     pub unsafe fn new(ptr: *const u8, bytes: usize) -> Self {
-        Source { ptr, bytes, life: PhantomData }
+        Source {
+            ptr,
+            bytes,
+            life: PhantomData,
+        }
     }
 
     /// The memory of a slice.
     pub fn from_slice<T: Pod>(slice: &'a [T]) -> Self {
         let bytes: &[u8] = bytemuck::cast_slice(slice);
-        Source { ptr: bytes.as_ptr(), bytes: bytes.len(), life: PhantomData }
+        Source {
+            ptr: bytes.as_ptr(),
+            bytes: bytes.len(),
+            life: PhantomData,
+        }
     }
 
     /// The first `n` elements.
@@ -63,13 +71,21 @@ impl<'a> Target<'a> {
     /// For the lifetime `'a`, the `bytes` bytes at `ptr` are writable, initialized and neither read nor written by anyone else.
     /// `ptr` may be anything when `bytes` is 0.
     pub unsafe fn new(ptr: *mut u8, bytes: usize) -> Self {
-        Target { ptr, bytes, life: PhantomData }
+        Target {
+            ptr,
+            bytes,
+            life: PhantomData,
+        }
     }
 
     /// The memory of a slice.
     pub fn from_slice<T: Pod>(slice: &'a mut [T]) -> Self {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(slice);
-        Target { ptr: bytes.as_mut_ptr(), bytes: bytes.len(), life: PhantomData }
+        Target {
+            ptr: bytes.as_mut_ptr(),
+            bytes: bytes.len(),
+            life: PhantomData,
+        }
     }
 
     /// The first `n` elements.
@@ -89,7 +105,9 @@ impl<'a> Target<'a> {
 
 fn check<T>(ptr: *const u8, bytes: usize, n: usize, what: &str) -> Result<()> {
     let size = size_of::<T>();
-    if n.checked_mul(size).is_none_or(|need| need > bytes || need > isize::MAX as usize) {
+    if n.checked_mul(size)
+        .is_none_or(|need| need > bytes || need > isize::MAX as usize)
+    {
         return Err(Error::InvalidArgument(format!(
             "the {what} has {bytes} bytes, but the layout spans {n} elements of {size} bytes"
         )));

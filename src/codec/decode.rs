@@ -9,7 +9,10 @@ use super::scratch::{self, Elements, Scratch};
 use super::segment::{BlockView, GroupClass, class_of, corrupt};
 use super::{Layout, ReadMode, Rounding, Target, ValueSpec};
 use crate::error::Result;
-use crate::kernels::{self, CodeParams, ColumnShape, Element, FpEnv, Key, KernelTable, PlaneSrc, PlaneTable, plane_len};
+use crate::kernels::{
+    self, CodeParams, ColumnShape, Element, FpEnv, KernelTable, Key, PlaneSrc, PlaneTable,
+    plane_len,
+};
 use crate::parallel;
 use crate::with_float;
 
@@ -26,7 +29,9 @@ pub(super) fn decode_value(
 ) -> Result<()> {
     let tiling = Tiling::new(spec.geometry, spec.group_size)?;
     if tiling.segments() != stored.parts.len() {
-        return Err(corrupt("a tensor has another number of segments than its shape needs"));
+        return Err(corrupt(
+            "a tensor has another number of segments than its shape needs",
+        ));
     }
     with_float!(spec.dtype, T => {
         let dst: &mut [T] = dst.elements(layout.span())?;
@@ -49,14 +54,22 @@ impl<T: Element> Decoder<'_, T> {
         match self.tiling.geometry() {
             Geometry::Row { n } => {
                 let step = SEGMENT_BLOCKS * super::geometry::BLOCK;
-                let ends: Vec<usize> = (0..self.tiling.segments()).map(|s| ((s + 1) * step).min(n)).collect();
-                parts::for_each_part(dst, layout, &ends, threads, |s, part| self.row_segment(s, part, layout))
+                let ends: Vec<usize> = (0..self.tiling.segments())
+                    .map(|s| ((s + 1) * step).min(n))
+                    .collect();
+                parts::for_each_part(dst, layout, &ends, threads, |s, part| {
+                    self.row_segment(s, part, layout)
+                })
             }
             Geometry::Channel { rows, cols } => {
                 // A piece is a row of tiles: consecutive rows of the matrix, so pieces never share memory.
-                let ends: Vec<usize> = (0..self.tiling.tile_rows()).map(|t| self.tiling.tile_row_end(t) * cols).collect();
+                let ends: Vec<usize> = (0..self.tiling.tile_rows())
+                    .map(|t| self.tiling.tile_row_end(t) * cols)
+                    .collect();
                 let pitch = layout.pitch(rows, cols);
-                parts::for_each_part(dst, layout, &ends, threads, |t, part| self.tile_row(t, part, layout, cols, pitch))
+                parts::for_each_part(dst, layout, &ends, threads, |t, part| {
+                    self.tile_row(t, part, layout, cols, pitch)
+                })
             }
         }
     }
@@ -81,7 +94,14 @@ impl<T: Element> Decoder<'_, T> {
         Ok(())
     }
 
-    fn tile_row(&self, t: usize, mut part: Part<'_, T>, layout: &Layout, cols: usize, pitch: Option<usize>) -> Result<()> {
+    fn tile_row(
+        &self,
+        t: usize,
+        mut part: Part<'_, T>,
+        layout: &Layout,
+        cols: usize,
+        pitch: Option<usize>,
+    ) -> Result<()> {
         let _env = FpEnv::enter();
         let first_row = part.elements.start / cols;
         for number in self.tiling.tile_row(t) {
@@ -92,13 +112,18 @@ impl<T: Element> Decoder<'_, T> {
                     let dst = &mut part.memory[(b.row - first_row) * pitch + b.col..];
                     self.cols(number, &block, &b, dst, pitch, scratch)
                 }
-                None => self.gapped_tile(number, &block, &b, &mut part, layout, cols, scratch, room),
+                None => {
+                    self.gapped_tile(number, &block, &b, &mut part, layout, cols, scratch, room)
+                }
             })?;
         }
         Ok(())
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the place of one tile, spelled out")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the place of one tile, spelled out"
+    )]
     fn gapped_tile(
         &self,
         number: usize,
@@ -122,31 +147,74 @@ impl<T: Element> Decoder<'_, T> {
     fn view(&self, number: usize, block: &Block) -> Result<(BlockView<'_>, CodeParams)> {
         let segment = self.stored.parts[number / SEGMENT_BLOCKS].as_slice();
         let bits = usize::from(self.spec.bits);
-        let view = BlockView::new(segment, number % SEGMENT_BLOCKS, self.tiling, block, bits, size_of::<T>())?;
+        let view = BlockView::new(
+            segment,
+            number % SEGMENT_BLOCKS,
+            self.tiling,
+            block,
+            bits,
+            size_of::<T>(),
+        )?;
         let key = Key::for_block(self.spec.key, number as u64);
-        Ok((view, CodeParams { bits, rounding: self.spec.rounding, key }))
+        Ok((
+            view,
+            CodeParams {
+                bits,
+                rounding: self.spec.rounding,
+                key,
+            },
+        ))
     }
 
-    fn rows(&self, number: usize, block: &Block, dst: &mut [T], scratch: &mut Scratch) -> Result<()> {
+    fn rows(
+        &self,
+        number: usize,
+        block: &Block,
+        dst: &mut [T],
+        scratch: &mut Scratch,
+    ) -> Result<()> {
         let (view, code) = self.view(number, block)?;
-        let zero = view.header.zero_plane.then(|| &view.body[view.offsets.zero..view.offsets.planes]);
+        let zero = view
+            .header
+            .zero_plane
+            .then(|| &view.body[view.offsets.zero..view.offsets.planes]);
         if self.mode == ReadMode::Mask {
-            let Some(zero) = zero else { return Err(corrupt("a block has no zero plane")) };
+            let Some(zero) = zero else {
+                return Err(corrupt("a block has no zero plane"));
+            };
             let one = &T::from_f32_finite(1.0);
-            let one = bytemuck::bytes_of(one).iter().rev().fold(0u64, |w, b| w << 8 | u64::from(*b));
-            self.planes.select(zero, size_of::<T>(), 0, one, bytemuck::cast_slice_mut(dst));
+            let one = bytemuck::bytes_of(one)
+                .iter()
+                .rev()
+                .fold(0u64, |w, b| w << 8 | u64::from(*b));
+            self.planes
+                .select(zero, size_of::<T>(), 0, one, bytemuck::cast_slice_mut(dst));
             return Ok(());
         }
         let group = self.tiling.group();
         self.group_values(&view, block, &mut scratch.params)?;
-        let Scratch { planes: staging, params, .. } = scratch;
+        let Scratch {
+            planes: staging,
+            params,
+            ..
+        } = scratch;
         let planes = self.code_planes(&view, block, staging)?;
         for (i, part) in dst.chunks_mut(CHUNK).enumerate() {
             let (slot, first) = (i * CHUNK, i * CHUNK / group);
             let (c0, step) = (&params.m[first..], &params.s[first..]);
-            self.table.dequantize_rows(&planes, slot, group, c0, step, &code, (slot / 32) as u32, part);
+            self.table.dequantize_rows(
+                &planes,
+                slot,
+                group,
+                c0,
+                step,
+                &code,
+                (slot / 32) as u32,
+                part,
+            );
             if let Some(zero) = zero {
-                self.table.apply_nonzero_rows(zero, slot, group, &params.min[first..], part);
+                self.table
+                    .apply_nonzero_rows(zero, slot, group, &params.min[first..], part);
             }
         }
         self.raw_groups(&view, block, |g, bytes| {
@@ -155,31 +223,62 @@ impl<T: Element> Decoder<'_, T> {
         })
     }
 
-    fn cols(&self, number: usize, block: &Block, b: &ChannelBlock, dst: &mut [T], pitch: usize, scratch: &mut Scratch) -> Result<()> {
+    fn cols(
+        &self,
+        number: usize,
+        block: &Block,
+        b: &ChannelBlock,
+        dst: &mut [T],
+        pitch: usize,
+        scratch: &mut Scratch,
+    ) -> Result<()> {
         let (view, code) = self.view(number, block)?;
-        let zero = view.header.zero_plane.then(|| &view.body[view.offsets.zero..view.offsets.planes]);
-        let shapes = row_groups(self.tiling, b).map(|(first_row, rows)| ColumnShape { pitch, rows, width: b.width, first_row });
+        let zero = view
+            .header
+            .zero_plane
+            .then(|| &view.body[view.offsets.zero..view.offsets.planes]);
+        let shapes = row_groups(self.tiling, b).map(|(first_row, rows)| ColumnShape {
+            pitch,
+            rows,
+            width: b.width,
+            first_row,
+        });
         if self.mode == ReadMode::Mask {
-            let Some(zero) = zero else { return Err(corrupt("a block has no zero plane")) };
+            let Some(zero) = zero else {
+                return Err(corrupt("a block has no zero plane"));
+            };
             scratch.params.min[..b.width].fill(f32::NEG_INFINITY);
             for shape in shapes {
                 let dst = &mut dst[shape.first_row * pitch..];
                 for row in dst.chunks_mut(pitch).take(shape.rows) {
                     row[..b.width].fill(T::from_f32_finite(1.0));
                 }
-                self.table.apply_nonzero_cols(zero, &shape, &scratch.params.min, dst);
+                self.table
+                    .apply_nonzero_cols(zero, &shape, &scratch.params.min, dst);
             }
             return Ok(());
         }
         self.group_values(&view, block, &mut scratch.params)?;
-        let Scratch { planes: staging, params, .. } = scratch;
+        let Scratch {
+            planes: staging,
+            params,
+            ..
+        } = scratch;
         let planes = self.code_planes(&view, block, staging)?;
         for (i, shape) in shapes.enumerate() {
             let first = i * b.width;
             let dst = &mut dst[shape.first_row * pitch..];
-            self.table.dequantize_cols(&planes, &shape, &params.m[first..], &params.s[first..], &code, dst);
+            self.table.dequantize_cols(
+                &planes,
+                &shape,
+                &params.m[first..],
+                &params.s[first..],
+                &code,
+                dst,
+            );
             if let Some(zero) = zero {
-                self.table.apply_nonzero_cols(zero, &shape, &params.min[first..], dst);
+                self.table
+                    .apply_nonzero_cols(zero, &shape, &params.min[first..], dst);
             }
         }
         self.raw_groups(&view, block, |g, bytes| {
@@ -192,15 +291,28 @@ impl<T: Element> Decoder<'_, T> {
     }
 
     /// The planes of codes, one bit a slot: in place, or expanded into `staging` where only nonzeros are stored.
-    fn code_planes<'b>(&self, view: &BlockView<'b>, block: &Block, staging: &'b mut kernels::PlaneBuf) -> Result<PlaneSrc<'b>> {
+    fn code_planes<'b>(
+        &self,
+        view: &BlockView<'b>,
+        block: &Block,
+        staging: &'b mut kernels::PlaneBuf,
+    ) -> Result<PlaneSrc<'b>> {
         let (at, bits) = (view.offsets, usize::from(self.spec.bits));
         let stored = &view.body[at.planes..at.raw];
         if !view.header.zero_plane {
-            return PlaneSrc::new(stored, bits, at.plane).ok_or_else(|| corrupt("a block's planes are cut off"));
+            return PlaneSrc::new(stored, bits, at.plane)
+                .ok_or_else(|| corrupt("a block's planes are cut off"));
         }
-        let (mask, len) = (&view.body[at.zero..at.planes], plane_len(self.tiling.slots(block)));
+        let (mask, len) = (
+            &view.body[at.zero..at.planes],
+            plane_len(self.tiling.slots(block)),
+        );
         for k in 0..bits {
-            self.planes.expand(&stored[k * at.plane..(k + 1) * at.plane], mask, &mut staging.plane_mut(k)[..len]);
+            self.planes.expand(
+                &stored[k * at.plane..(k + 1) * at.plane],
+                mask,
+                &mut staging.plane_mut(k)[..len],
+            );
         }
         Ok(staging.as_src())
     }
@@ -219,9 +331,20 @@ impl<T: Element> Decoder<'_, T> {
                 *to = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
             }
         }
-        let centre = if self.spec.rounding == Rounding::Dither { 127.5 / 256.0 } else { 0.0 };
-        let floor = if self.mode == ReadMode::ValuesPositive { T::smallest_positive().to_f32() } else { f32::NEG_INFINITY };
-        let each = params.m[..groups].iter_mut().zip(&mut params.s).zip(&mut params.min);
+        let centre = if self.spec.rounding == Rounding::Dither {
+            127.5 / 256.0
+        } else {
+            0.0
+        };
+        let floor = if self.mode == ReadMode::ValuesPositive {
+            T::smallest_positive().to_f32()
+        } else {
+            f32::NEG_INFINITY
+        };
+        let each = params.m[..groups]
+            .iter_mut()
+            .zip(&mut params.s)
+            .zip(&mut params.min);
         for (((m, step), least), b) in each.zip(s.chunks_exact(2)) {
             let s = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
             *least = if *m >= 0.0 { floor } else { f32::NEG_INFINITY };
@@ -235,8 +358,12 @@ impl<T: Element> Decoder<'_, T> {
             let value = match class_of(view.body, g)? {
                 GroupClass::Coded => continue,
                 GroupClass::Raw => 0.0,
-                GroupClass::Constant if view.header.m_f32 => f32::from_le_bytes([m[4 * g], m[4 * g + 1], m[4 * g + 2], m[4 * g + 3]]),
-                GroupClass::Constant => f32::from_le_bytes([m[2 * g], m[2 * g + 1], s[2 * g], s[2 * g + 1]]),
+                GroupClass::Constant if view.header.m_f32 => {
+                    f32::from_le_bytes([m[4 * g], m[4 * g + 1], m[4 * g + 2], m[4 * g + 3]])
+                }
+                GroupClass::Constant => {
+                    f32::from_le_bytes([m[2 * g], m[2 * g + 1], s[2 * g], s[2 * g + 1]])
+                }
             };
             (params.m[g], params.s[g], params.min[g]) = (value, 0.0, f32::NEG_INFINITY);
         }
@@ -244,7 +371,12 @@ impl<T: Element> Decoder<'_, T> {
     }
 
     /// Calls `put` with the number and the bytes of every raw group.
-    fn raw_groups(&self, view: &BlockView<'_>, block: &Block, mut put: impl FnMut(usize, &[u8])) -> Result<()> {
+    fn raw_groups(
+        &self,
+        view: &BlockView<'_>,
+        block: &Block,
+        mut put: impl FnMut(usize, &[u8]),
+    ) -> Result<()> {
         if view.header.raw_groups == 0 {
             return Ok(());
         }

@@ -65,13 +65,30 @@ impl Class {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Head {
     Value(ValueSpec),
-    Constant { kind: ElementKind, value: [u64; 2] },
-    TwoValued { kind: ElementKind, values: [u64; 2] },
+    Constant {
+        kind: ElementKind,
+        value: [u64; 2],
+    },
+    TwoValued {
+        kind: ElementKind,
+        values: [u64; 2],
+    },
     Bool,
-    Integer { bytes: u8, signed: bool },
-    Mask { dtype: FloatType, set: f32, unset: f32 },
-    Sign { dtype: FloatType },
-    Raw { kind: ElementKind },
+    Integer {
+        bytes: u8,
+        signed: bool,
+    },
+    Mask {
+        dtype: FloatType,
+        set: f32,
+        unset: f32,
+    },
+    Sign {
+        dtype: FloatType,
+    },
+    Raw {
+        kind: ElementKind,
+    },
 }
 
 impl Head {
@@ -142,7 +159,9 @@ impl Encoded {
             Head::Constant { .. } => 0,
             Head::TwoValued { .. } | Head::Bool | Head::Mask { .. } => 1,
             Head::Sign { .. } => 2,
-            Head::Integer { .. } | Head::Raw { .. } => u8::try_from(self.kind().size() * 8).unwrap_or(u8::MAX),
+            Head::Integer { .. } | Head::Raw { .. } => {
+                u8::try_from(self.kind().size() * 8).unwrap_or(u8::MAX)
+            }
         }
     }
 
@@ -180,7 +199,13 @@ impl Encoded {
     /// # Errors
     /// `InvalidArgument` when `layout` has another number of elements, `dst` is too small or unaligned, or `mode` asks for a mask
     /// that is not stored; `CorruptData` when the bytes contradict each other.
-    pub fn decode_into(&self, dst: Target<'_>, layout: &Layout, mode: ReadMode, threads: usize) -> Result<()> {
+    pub fn decode_into(
+        &self,
+        dst: Target<'_>,
+        layout: &Layout,
+        mode: ReadMode,
+        threads: usize,
+    ) -> Result<()> {
         if layout.len() != self.len {
             return Err(Error::InvalidArgument(format!(
                 "the stored tensor has {} elements, but the layout to decode into has {}",
@@ -195,7 +220,9 @@ impl Encoded {
             ));
         }
         match &self.head {
-            Head::Value(spec) => super::decode::decode_value(self, spec, dst, layout, mode, threads),
+            Head::Value(spec) => {
+                super::decode::decode_value(self, spec, dst, layout, mode, threads)
+            }
             _ => super::exact::decode(self, dst, layout, threads),
         }
     }

@@ -78,7 +78,9 @@ macro_rules! with_word {
                 type $W = [u64; 2];
                 $body
             }
-            n => Err(Error::InvalidArgument(format!("elements of {n} bytes; allowed are 1, 2, 4, 8 and 16"))),
+            n => Err(Error::InvalidArgument(format!(
+                "elements of {n} bytes; allowed are 1, 2, 4, 8 and 16"
+            ))),
         }
     };
 }
@@ -93,9 +95,17 @@ fn ends(len: usize) -> Vec<usize> {
 }
 
 /// Calls `work(first, elements)` for strips of `range`, in order, until it says false; says whether it never did.
-pub(super) fn strips<T: Pod>(src: &[T], layout: &Layout, range: Range<usize>, mut work: impl FnMut(usize, &[T]) -> bool) -> bool {
+pub(super) fn strips<T: Pod>(
+    src: &[T],
+    layout: &Layout,
+    range: Range<usize>,
+    mut work: impl FnMut(usize, &[T]) -> bool,
+) -> bool {
     if layout.is_dense() {
-        return src[range.clone()].chunks(STRIP).zip(range.step_by(STRIP)).all(|(s, first)| work(first, s));
+        return src[range.clone()]
+            .chunks(STRIP)
+            .zip(range.step_by(STRIP))
+            .all(|(s, first)| work(first, s));
     }
     let mut room = vec![T::zeroed(); STRIP.min(range.len())];
     let end = range.end;
@@ -107,7 +117,13 @@ pub(super) fn strips<T: Pod>(src: &[T], layout: &Layout, range: Range<usize>, mu
 }
 
 fn finish(head: Head, len: usize, parts: Vec<Extent>, metadata: usize) -> Encoded {
-    Encoded { head, len, parts, metadata, zero_plane: false }
+    Encoded {
+        head,
+        len,
+        parts,
+        metadata,
+        zero_plane: false,
+    }
 }
 
 /// Stores a tensor exactly in a class smaller than its elements: constant, two values, booleans or narrow integers. `None` when it
@@ -141,10 +157,24 @@ pub fn encode_lossless(
     with_word!(kind.size(), W => lossless::<W>(src.elements(layout.span())?, layout, kind, pool, threads))
 }
 
-fn lossless<W: Word>(src: &[W], layout: &Layout, kind: ElementKind, pool: &Arc<SlabPool>, threads: usize) -> Result<Option<Encoded>> {
+fn lossless<W: Word>(
+    src: &[W],
+    layout: &Layout,
+    kind: ElementKind,
+    pool: &Arc<SlabPool>,
+    threads: usize,
+) -> Result<Option<Encoded>> {
     let len = layout.len();
     let Some(first) = src.first().copied() else {
-        return Ok(Some(finish(Head::Constant { kind, value: [0; 2] }, 0, Vec::new(), 0)));
+        return Ok(Some(finish(
+            Head::Constant {
+                kind,
+                value: [0; 2],
+            },
+            0,
+            Vec::new(),
+            0,
+        )));
     };
     let mut second = None;
     strips(src, layout, 0..len, |_, s| {
@@ -156,7 +186,15 @@ fn lossless<W: Word>(src: &[W], layout: &Layout, kind: ElementKind, pool: &Arc<S
         false
     });
     let Some(second) = second else {
-        return Ok(Some(finish(Head::Constant { kind, value: first.bits() }, len, Vec::new(), 0)));
+        return Ok(Some(finish(
+            Head::Constant {
+                kind,
+                value: first.bits(),
+            },
+            len,
+            Vec::new(),
+            0,
+        )));
     };
     let (a, b) = (first.bits(), second.bits());
     let threads = parallel::threads_for(threads, size_of_val(src));
@@ -164,14 +202,26 @@ fn lossless<W: Word>(src: &[W], layout: &Layout, kind: ElementKind, pool: &Arc<S
         let is_bool = kind == ElementKind::Bool && a[0] <= 1 && b[0] <= 1;
         let values = if is_bool { [0, 1] } else { [a[0], b[0]] };
         if let Some(extents) = two_valued(src, layout, values, pool, threads)? {
-            let head = if is_bool { Head::Bool } else { Head::TwoValued { kind, values } };
+            let head = if is_bool {
+                Head::Bool
+            } else {
+                Head::TwoValued { kind, values }
+            };
             return Ok(Some(finish(head, len, extents, 0)));
         }
     }
     match kind {
         ElementKind::Int { bytes, signed } => {
-            let Some((extents, metadata)) = integer::encode(src, layout, signed, pool, threads)? else { return Ok(None) };
-            Ok(Some(finish(Head::Integer { bytes, signed }, len, extents, metadata)))
+            let Some((extents, metadata)) = integer::encode(src, layout, signed, pool, threads)?
+            else {
+                return Ok(None);
+            };
+            Ok(Some(finish(
+                Head::Integer { bytes, signed },
+                len,
+                extents,
+                metadata,
+            )))
         }
         _ => Ok(None),
     }
@@ -186,9 +236,19 @@ fn two_valued<W: Word>(
     threads: usize,
 ) -> Result<Option<Vec<Extent>>> {
     let planes = kernels::active_planes()?;
-    let matches = |s: &[W], out: &mut [u8]| planes.match_plane(bytemuck::cast_slice(s), size_of::<W>(), values[0], values[1], out);
+    let matches = |s: &[W], out: &mut [u8]| {
+        planes.match_plane(
+            bytemuck::cast_slice(s),
+            size_of::<W>(),
+            values[0],
+            values[1],
+            out,
+        )
+    };
     // Most tensors of other classes end here.
-    if !strips(src, layout, 0..layout.len().min(STRIP), |_, s| matches(s, &mut [0; STRIP / 8])) {
+    if !strips(src, layout, 0..layout.len().min(STRIP), |_, s| {
+        matches(s, &mut [0; STRIP / 8])
+    }) {
         return Ok(None);
     }
     let broken = AtomicBool::new(false);
@@ -211,7 +271,13 @@ fn two_valued<W: Word>(
 ///
 /// # Errors
 /// As [`encode_lossless`].
-pub fn encode_raw(src: Source<'_>, layout: &Layout, kind: ElementKind, pool: &Arc<SlabPool>, threads: usize) -> Result<Encoded> {
+pub fn encode_raw(
+    src: Source<'_>,
+    layout: &Layout,
+    kind: ElementKind,
+    pool: &Arc<SlabPool>,
+    threads: usize,
+) -> Result<Encoded> {
     with_word!(kind.size(), W => {
         let src: &[W] = src.elements(layout.span())?;
         let threads = parallel::threads_for(threads, size_of_val(src));
@@ -234,7 +300,10 @@ pub fn encode_raw(src: Source<'_>, layout: &Layout, kind: ElementKind, pool: &Ar
 ///
 /// # Errors
 /// `InvalidArgument` when the source is too small or unaligned; `OutOfMemory`.
-#[expect(clippy::too_many_arguments, reason = "three describe the source, three the code, two the machine")]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "three describe the source, three the code, two the machine"
+)]
 pub fn encode_mask(
     src: Source<'_>,
     layout: &Layout,
@@ -254,14 +323,25 @@ pub fn encode_mask(
         })?
     });
     let extents = extents.unwrap_or_default();
-    Ok(finish(Head::Mask { dtype, set, unset }, layout.len(), extents, 0))
+    Ok(finish(
+        Head::Mask { dtype, set, unset },
+        layout.len(),
+        extents,
+        0,
+    ))
 }
 
 /// Keeps the signs: decodes to 1, -1 and 0. `None` when there is a NaN, which has no sign.
 ///
 /// # Errors
 /// As [`encode_mask`].
-pub fn encode_sign(src: Source<'_>, layout: &Layout, dtype: FloatType, pool: &Arc<SlabPool>, threads: usize) -> Result<Option<Encoded>> {
+pub fn encode_sign(
+    src: Source<'_>,
+    layout: &Layout,
+    dtype: FloatType,
+    pool: &Arc<SlabPool>,
+    threads: usize,
+) -> Result<Option<Encoded>> {
     let extents = with_float!(dtype, T => {
         let src: &[T] = src.elements(layout.span())?;
         let table = kernels::active::<T>()?;
@@ -289,7 +369,9 @@ fn planes_of<T: Element>(
         let range = part(i, layout.len());
         let mut extent = pool.alloc(planes * plane_len(range.len()))?;
         let (start, out) = (range.start, extent.as_mut_slice());
-        if !strips(src, layout, range, |first, s| !broken.load(Ordering::Relaxed) && write(s, (first - start) / 8, out)) {
+        if !strips(src, layout, range, |first, s| {
+            !broken.load(Ordering::Relaxed) && write(s, (first - start) / 8, out)
+        }) {
             broken.store(true, Ordering::Relaxed);
         }
         Ok(extent)
@@ -298,7 +380,12 @@ fn planes_of<T: Element>(
 }
 
 /// Decodes every class but the value class.
-pub(super) fn decode(stored: &Encoded, dst: Target<'_>, layout: &Layout, threads: usize) -> Result<()> {
+pub(super) fn decode(
+    stored: &Encoded,
+    dst: Target<'_>,
+    layout: &Layout,
+    threads: usize,
+) -> Result<()> {
     let kind = stored.kind();
     match stored.head {
         Head::Sign { dtype } => with_float!(dtype, T => {
@@ -320,7 +407,9 @@ pub(super) fn decode(stored: &Encoded, dst: Target<'_>, layout: &Layout, threads
             select::<T>(stored, dst, layout, threads, [word(unset), word(set)])
         }),
         Head::Bool => select::<u8>(stored, dst, layout, threads, [0, 1]),
-        Head::TwoValued { values, .. } => with_word!(kind.size(), W => select::<W>(stored, dst, layout, threads, values)),
+        Head::TwoValued { values, .. } => {
+            with_word!(kind.size(), W => select::<W>(stored, dst, layout, threads, values))
+        }
         Head::Constant { value, .. } => with_word!(kind.size(), W => {
             let dst: &mut [W] = dst.elements(layout.span())?;
             let threads = parallel::threads_for(threads, size_of_val(&*dst));
@@ -337,26 +426,45 @@ pub(super) fn decode(stored: &Encoded, dst: Target<'_>, layout: &Layout, threads
                 Ok(())
             })
         }),
-        Head::Integer { .. } => with_word!(kind.size(), W => integer::decode::<W>(stored, dst, layout, threads)),
-        Head::Raw { .. } => with_word!(kind.size(), W => fill::<W>(stored, dst, layout, threads, |bytes, at, out, _| {
-            let size = size_of::<W>();
-            let Some(bytes) = bytes.get(at * size..(at + out.len()) * size) else {
-                return Err(corrupt("the elements are cut off"));
-            };
-            bytemuck::cast_slice_mut(out).copy_from_slice(bytes);
-            Ok(())
-        })),
+        Head::Integer { .. } => {
+            with_word!(kind.size(), W => integer::decode::<W>(stored, dst, layout, threads))
+        }
+        Head::Raw { .. } => {
+            with_word!(kind.size(), W => fill::<W>(stored, dst, layout, threads, |bytes, at, out, _| {
+                let size = size_of::<W>();
+                let Some(bytes) = bytes.get(at * size..(at + out.len()) * size) else {
+                    return Err(corrupt("the elements are cut off"));
+                };
+                bytemuck::cast_slice_mut(out).copy_from_slice(bytes);
+                Ok(())
+            }))
+        }
         Head::Value(_) => Err(corrupt("a value-coded tensor came to the exact decoder")),
     }
 }
 
-fn select<W: Pod + Send>(stored: &Encoded, dst: Target<'_>, layout: &Layout, threads: usize, values: [u64; 2]) -> Result<()> {
+fn select<W: Pod + Send>(
+    stored: &Encoded,
+    dst: Target<'_>,
+    layout: &Layout,
+    threads: usize,
+    values: [u64; 2],
+) -> Result<()> {
     let planes = kernels::active_planes()?;
     fill::<W>(stored, dst, layout, threads, |bytes, at, out, _| {
-        let Some(plane) = bytes.get(at / 8..).filter(|p| p.len() >= plane_len(out.len())) else {
+        let Some(plane) = bytes
+            .get(at / 8..)
+            .filter(|p| p.len() >= plane_len(out.len()))
+        else {
             return Err(corrupt("a plane is cut off"));
         };
-        planes.select(plane, size_of::<W>(), values[0], values[1], bytemuck::cast_slice_mut(out));
+        planes.select(
+            plane,
+            size_of::<W>(),
+            values[0],
+            values[1],
+            bytemuck::cast_slice_mut(out),
+        );
         Ok(())
     })
 }
@@ -372,7 +480,9 @@ fn fill<W: Pod + Send>(
     let dst: &mut [W] = dst.elements(layout.span())?;
     let ends = ends(layout.len());
     if ends.len() != stored.parts.len() {
-        return Err(corrupt("a tensor has another number of parts than its elements need"));
+        return Err(corrupt(
+            "a tensor has another number of parts than its elements need",
+        ));
     }
     let threads = parallel::threads_for(threads, size_of_val(&*dst));
     parts::for_each_part(dst, layout, &ends, threads, |i, mut part: Part<'_, W>| {
@@ -380,7 +490,11 @@ fn fill<W: Pod + Send>(
         let bytes = stored.parts[i].as_slice();
         let (first, len) = (part.elements.start, part.elements.len());
         if layout.is_dense() {
-            return part.memory.chunks_mut(STRIP).enumerate().try_for_each(|(j, out)| read(bytes, j * STRIP, out, len));
+            return part
+                .memory
+                .chunks_mut(STRIP)
+                .enumerate()
+                .try_for_each(|(j, out)| read(bytes, j * STRIP, out, len));
         }
         let mut room = vec![W::zeroed(); STRIP.min(len)];
         for at in (0..len).step_by(STRIP) {

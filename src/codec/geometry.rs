@@ -112,12 +112,25 @@ impl Tiling {
             )));
         }
         let group = usize::from(group_size);
-        let none = Tiling { geometry, group, blocks: 0, slabs: 0, slab_width: 0, row_groups: 0, tile_groups: 0 };
+        let none = Tiling {
+            geometry,
+            group,
+            blocks: 0,
+            slabs: 0,
+            slab_width: 0,
+            row_groups: 0,
+            tile_groups: 0,
+        };
         match geometry {
-            Geometry::Row { n } => Ok(Tiling { blocks: n.div_ceil(BLOCK), ..none }),
+            Geometry::Row { n } => Ok(Tiling {
+                blocks: n.div_ceil(BLOCK),
+                ..none
+            }),
             Geometry::Channel { rows, cols } => {
                 if rows.checked_mul(cols).is_none() {
-                    return Err(Error::InvalidArgument(format!("{rows} rows of {cols} channels are too many elements")));
+                    return Err(Error::InvalidArgument(format!(
+                        "{rows} rows of {cols} channels are too many elements"
+                    )));
                 }
                 if rows == 0 || cols == 0 {
                     return Ok(none);
@@ -127,7 +140,15 @@ impl Tiling {
                 let row_groups = rows.div_ceil(group);
                 let tile_groups = (BLOCK / (group * slab_width)).max(1);
                 let blocks = row_groups.div_ceil(tile_groups) * slabs;
-                Ok(Tiling { geometry, group, blocks, slabs, slab_width, row_groups, tile_groups })
+                Ok(Tiling {
+                    geometry,
+                    group,
+                    blocks,
+                    slabs,
+                    slab_width,
+                    row_groups,
+                    tile_groups,
+                })
             }
         }
     }
@@ -174,7 +195,9 @@ impl Tiling {
 
     /// First row of a row group (channel geometry); the number of row groups gives the number of rows.
     pub fn group_start(&self, g: usize) -> usize {
-        let Geometry::Channel { rows, .. } = self.geometry else { return 0 };
+        let Geometry::Channel { rows, .. } = self.geometry else {
+            return 0;
+        };
         g * (rows / self.row_groups) + g.min(rows % self.row_groups)
     }
 
@@ -183,7 +206,10 @@ impl Tiling {
         match self.geometry {
             Geometry::Row { n } => {
                 let start = block * BLOCK;
-                Block::Row(RowBlock { start, len: (n - start).min(BLOCK) })
+                Block::Row(RowBlock {
+                    start,
+                    len: (n - start).min(BLOCK),
+                })
             }
             Geometry::Channel { cols, .. } => {
                 let (tile, slab) = (block / self.slabs, block % self.slabs);
@@ -255,9 +281,13 @@ mod tests {
             assert!(t.slots(&b) <= BLOCK && c.width > 0 && c.rows > 0, "{c:?}");
             let total: usize = (0..t.groups(&b)).map(|g| t.group_len(&b, g)).sum();
             assert_eq!(total, t.elements(&b));
-            assert!((0..t.groups(&b)).all(|g| (1..=usize::from(group)).contains(&t.group_len(&b, g))));
+            assert!(
+                (0..t.groups(&b)).all(|g| (1..=usize::from(group)).contains(&t.group_len(&b, g)))
+            );
             for r in c.row..c.row + c.rows {
-                seen[r * cols + c.col..r * cols + c.col + c.width].iter_mut().for_each(|s| *s += 1);
+                seen[r * cols + c.col..r * cols + c.col + c.width]
+                    .iter_mut()
+                    .for_each(|s| *s += 1);
             }
         }
         assert!(seen.iter().all(|&s| s == 1), "{rows}x{cols} at {group}");
@@ -276,10 +306,29 @@ mod tests {
 
     #[test]
     fn ragged_groups_are_near_equal() {
-        let t = Tiling::new(Geometry::Channel { rows: 257, cols: 128 }, 256).unwrap();
-        assert_eq!((t.group_start(0), t.group_start(1), t.group_start(2)), (0, 129, 257));
-        let t = Tiling::new(Geometry::Channel { rows: 4096, cols: 16 }, 256).unwrap();
-        let Block::Channel(b) = t.block(0) else { unreachable!() };
+        let t = Tiling::new(
+            Geometry::Channel {
+                rows: 257,
+                cols: 128,
+            },
+            256,
+        )
+        .unwrap();
+        assert_eq!(
+            (t.group_start(0), t.group_start(1), t.group_start(2)),
+            (0, 129, 257)
+        );
+        let t = Tiling::new(
+            Geometry::Channel {
+                rows: 4096,
+                cols: 16,
+            },
+            256,
+        )
+        .unwrap();
+        let Block::Channel(b) = t.block(0) else {
+            unreachable!()
+        };
         assert_eq!((b.rows, b.pitch, t.blocks()), (2048, 16, 2));
     }
 
@@ -288,17 +337,37 @@ mod tests {
         let n = (1usize << 33) + 12_345;
         let t = Tiling::new(Geometry::Row { n }, 256).unwrap();
         let last = t.block(t.blocks() - 1);
-        assert_eq!(last, Block::Row(RowBlock { start: 1 << 33, len: 12_345 }));
+        assert_eq!(
+            last,
+            Block::Row(RowBlock {
+                start: 1 << 33,
+                len: 12_345
+            })
+        );
         assert_eq!(t.groups(&last), 49);
         assert_eq!(t.group_len(&last, 48), 12_345 - 48 * 256);
         let (rows, cols) = (1usize << 24, 1000usize);
         let t = Tiling::new(Geometry::Channel { rows, cols }, 256).unwrap();
-        let Block::Channel(b) = t.block(t.blocks() - 1) else { unreachable!() };
+        let Block::Channel(b) = t.block(t.blocks() - 1) else {
+            unreachable!()
+        };
         assert_eq!((b.row + b.rows, b.col + b.width), (rows, cols));
         assert_eq!(t.segment(t.segments() - 1).end, t.blocks());
-        let elements: usize = (0..t.blocks()).step_by(8).map(|i| t.elements(&t.block(i))).sum();
+        let elements: usize = (0..t.blocks())
+            .step_by(8)
+            .map(|i| t.elements(&t.block(i)))
+            .sum();
         assert_eq!(elements, rows * 128);
-        assert!(Tiling::new(Geometry::Channel { rows: usize::MAX, cols: 2 }, 256).is_err());
+        assert!(
+            Tiling::new(
+                Geometry::Channel {
+                    rows: usize::MAX,
+                    cols: 2
+                },
+                256
+            )
+            .is_err()
+        );
         assert!(Tiling::new(Geometry::Row { n: 5 }, 48).is_err());
     }
 }

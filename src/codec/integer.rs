@@ -28,7 +28,11 @@ const SAMPLES: usize = 31;
 fn widen<W: Word>(w: W, signed: bool) -> i64 {
     let unused = 64 - 8 * size_of::<W>().min(8);
     let bits = w.bits()[0] << unused;
-    if signed { bits.cast_signed() >> unused } else { (bits >> unused).cast_signed() }
+    if signed {
+        bits.cast_signed() >> unused
+    } else {
+        (bits >> unused).cast_signed()
+    }
 }
 
 /// One block of a tensor, residuals over a ramp.
@@ -43,7 +47,12 @@ impl Frame {
     /// Lower end and bit width of every group of `x` after the ramp is taken off.
     fn new(x: &[i64], ramp: i64) -> Self {
         let groups = x.len().div_ceil(GROUP);
-        let mut frame = Frame { ramp, low: [0; GROUPS], width: [0; GROUPS], groups };
+        let mut frame = Frame {
+            ramp,
+            low: [0; GROUPS],
+            width: [0; GROUPS],
+            groups,
+        };
         for (g, x) in x.chunks(GROUP).enumerate() {
             let (mut low, mut high, mut line) = (i64::MAX, i64::MIN, 0i64);
             for x in x {
@@ -61,7 +70,10 @@ impl Frame {
     }
 
     fn planes(&self) -> usize {
-        self.width[..self.groups].iter().map(|w| usize::from(*w)).sum()
+        self.width[..self.groups]
+            .iter()
+            .map(|w| usize::from(*w))
+            .sum()
     }
 
     fn base(&self) -> i64 {
@@ -70,7 +82,11 @@ impl Frame {
 
     /// Bytes of a group's offset from the base.
     fn offset_bytes(&self, base: i64) -> usize {
-        let most = self.low[..self.groups].iter().map(|l| l.wrapping_sub(base).cast_unsigned()).max().unwrap_or(0);
+        let most = self.low[..self.groups]
+            .iter()
+            .map(|l| l.wrapping_sub(base).cast_unsigned())
+            .max()
+            .unwrap_or(0);
         match most {
             0 => 0,
             1..=0xff => 1,
@@ -90,7 +106,10 @@ struct Shape {
 impl Shape {
     fn new(groups: usize, offset_bytes: usize) -> Self {
         let offsets = HEADER + groups.next_multiple_of(8);
-        Shape { offsets, planes: offsets + (groups * offset_bytes).next_multiple_of(8) }
+        Shape {
+            offsets,
+            planes: offsets + (groups * offset_bytes).next_multiple_of(8),
+        }
     }
 }
 
@@ -122,7 +141,10 @@ fn to_planes(y: &[u64; GROUP], width: usize, out: &mut [u8]) {
     for first in (0..width).step_by(8) {
         let mut planes = [[0u8; 8]; 8];
         for (i, eight) in y.chunks_exact(8).enumerate() {
-            let rows = eight.iter().enumerate().fold(0u64, |x, (j, y)| x | ((y >> first) & 0xff) << (8 * j));
+            let rows = eight
+                .iter()
+                .enumerate()
+                .fold(0u64, |x, (j, y)| x | ((y >> first) & 0xff) << (8 * j));
             for (plane, b) in planes.iter_mut().zip(transpose8(rows).to_le_bytes()) {
                 plane[i] = b;
             }
@@ -138,7 +160,9 @@ fn from_planes(planes: &[u8], width: usize, y: &mut [u64; GROUP]) {
     y.fill(0);
     for first in (0..width).step_by(8) {
         for (i, eight) in y.chunks_exact_mut(8).enumerate() {
-            let columns = (0..(width - first).min(8)).fold(0u64, |x, k| x | u64::from(planes[(first + k) * 8 + i]) << (8 * k));
+            let columns = (0..(width - first).min(8)).fold(0u64, |x, k| {
+                x | u64::from(planes[(first + k) * 8 + i]) << (8 * k)
+            });
             for (y, b) in eight.iter_mut().zip(transpose8(columns).to_le_bytes()) {
                 *y |= u64::from(b) << first;
             }
@@ -171,7 +195,8 @@ fn encode_block(x: &[i64], out: &mut Vec<u8>) -> usize {
     for (g, x) in x.chunks(GROUP).enumerate() {
         let (low, width) = (frame.low[g], usize::from(frame.width[g]));
         let offset = low.wrapping_sub(base).to_le_bytes();
-        block[shape.offsets + g * offset_bytes..][..offset_bytes].copy_from_slice(&offset[..offset_bytes]);
+        block[shape.offsets + g * offset_bytes..][..offset_bytes]
+            .copy_from_slice(&offset[..offset_bytes]);
         if width == 0 {
             continue;
         }
@@ -227,7 +252,9 @@ pub(super) fn encode<W: Word>(
 }
 
 fn word(bytes: &[u8], at: usize) -> Result<u64> {
-    let Some(b) = bytes.get(at..).and_then(|b| b.first_chunk::<8>()) else { return Err(corrupt("an integer block is cut off")) };
+    let Some(b) = bytes.get(at..).and_then(|b| b.first_chunk::<8>()) else {
+        return Err(corrupt("an integer block is cut off"));
+    };
     Ok(u64::from_le_bytes(*b))
 }
 
@@ -237,7 +264,11 @@ fn decode_block<'a, W: Word>(bytes: &'a [u8], out: &mut [W]) -> Result<&'a [u8]>
     let (base, ramp) = (word(bytes, 0)?, word(bytes, 8)?);
     let offset_bytes = match word(bytes, 16)? {
         n @ (0 | 1 | 2 | 4 | 8) => n as usize,
-        _ => return Err(corrupt("an integer block has offsets of an impossible size")),
+        _ => {
+            return Err(corrupt(
+                "an integer block has offsets of an impossible size",
+            ));
+        }
     };
     let shape = Shape::new(groups, offset_bytes);
     if bytes.len() < shape.planes {
@@ -251,7 +282,10 @@ fn decode_block<'a, W: Word>(bytes: &'a [u8], out: &mut [W]) -> Result<&'a [u8]>
             return Err(corrupt("an integer group is wider than its block"));
         }
         let offset = &head[shape.offsets + g * offset_bytes..][..offset_bytes];
-        let offset = offset.iter().rev().fold(0u64, |x, b| x << 8 | u64::from(*b));
+        let offset = offset
+            .iter()
+            .rev()
+            .fold(0u64, |x, b| x << 8 | u64::from(*b));
         let (group, rest) = planes.split_at(8 * width);
         planes = rest;
         from_planes(group, width, &mut y);
@@ -264,11 +298,20 @@ fn decode_block<'a, W: Word>(bytes: &'a [u8], out: &mut [W]) -> Result<&'a [u8]>
     Ok(planes)
 }
 
-pub(super) fn decode<W: Word>(stored: &Encoded, dst: Target<'_>, layout: &Layout, threads: usize) -> Result<()> {
+pub(super) fn decode<W: Word>(
+    stored: &Encoded,
+    dst: Target<'_>,
+    layout: &Layout,
+    threads: usize,
+) -> Result<()> {
     let dst: &mut [W] = dst.elements(layout.span())?;
-    let ends: Vec<usize> = (0..layout.len().div_ceil(PART)).map(|i| exact::part(i, layout.len()).end).collect();
+    let ends: Vec<usize> = (0..layout.len().div_ceil(PART))
+        .map(|i| exact::part(i, layout.len()).end)
+        .collect();
     if ends.len() != stored.parts.len() {
-        return Err(corrupt("a tensor has another number of parts than its elements need"));
+        return Err(corrupt(
+            "a tensor has another number of parts than its elements need",
+        ));
     }
     let threads = parallel::threads_for(threads, size_of_val(&*dst));
     parts::for_each_part(dst, layout, &ends, threads, |i, mut part: Part<'_, W>| {
@@ -304,7 +347,11 @@ mod tests {
     fn planes_come_back_at_every_width() {
         let mut state = 1u64;
         for width in 0..=64usize {
-            let mask = if width == 0 { 0 } else { u64::MAX >> (64 - width) };
+            let mask = if width == 0 {
+                0
+            } else {
+                u64::MAX >> (64 - width)
+            };
             let y: [u64; GROUP] = std::array::from_fn(|_| {
                 state = crate::kernels::rng::mix64(state);
                 state & mask

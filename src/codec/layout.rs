@@ -26,14 +26,21 @@ impl Layout {
     /// `n` elements one after another.
     pub fn contiguous(n: usize) -> Self {
         let dims = if n > 1 { vec![(n, 1)] } else { Vec::new() };
-        Layout { dims, len: n, span: n }
+        Layout {
+            dims,
+            len: n,
+            span: n,
+        }
     }
 
     /// The layout of a tensor with these sizes and strides, in elements. A stride of 0 over more than one element (an expanded
     /// tensor) makes elements share memory and should be refused by the caller; negative values count as 0.
     pub fn from_strided(sizes: &[i64], strides: &[i64]) -> Self {
         let pairs = sizes.iter().zip(strides).map(|(&n, &s)| {
-            (usize::try_from(n).unwrap_or(0), usize::try_from(s).unwrap_or(0))
+            (
+                usize::try_from(n).unwrap_or(0),
+                usize::try_from(s).unwrap_or(0),
+            )
         });
         let mut dims: Vec<(usize, usize)> = pairs.collect();
         let len = dims.iter().map(|d| d.0).fold(1usize, usize::saturating_mul);
@@ -42,15 +49,23 @@ impl Layout {
         }
         dims.retain(|d| d.0 > 1);
         dims.sort_by_key(|d| std::cmp::Reverse(d.1));
-        let span = dims.iter().fold(1usize, |s, d| s.saturating_add((d.0 - 1).saturating_mul(d.1)));
+        let span = dims.iter().fold(1usize, |s, d| {
+            s.saturating_add((d.0 - 1).saturating_mul(d.1))
+        });
         let mut merged: Vec<(usize, usize)> = Vec::with_capacity(dims.len());
         for (n, s) in dims {
             match merged.last_mut() {
-                Some(outer) if outer.1 == n.saturating_mul(s) => *outer = (outer.0.saturating_mul(n), s),
+                Some(outer) if outer.1 == n.saturating_mul(s) => {
+                    *outer = (outer.0.saturating_mul(n), s)
+                }
                 _ => merged.push((n, s)),
             }
         }
-        Layout { dims: merged, len, span }
+        Layout {
+            dims: merged,
+            len,
+            span,
+        }
     }
 
     /// Elements.
@@ -107,7 +122,11 @@ impl Layout {
 
     /// Calls `run(element, offset, count, stride)` for runs of elements `element, element + 1, …` that lie at `offset`,
     /// `offset + stride`, …, covering `range` in order.
-    pub(crate) fn runs(&self, range: Range<usize>, mut run: impl FnMut(usize, usize, usize, usize)) {
+    pub(crate) fn runs(
+        &self,
+        range: Range<usize>,
+        mut run: impl FnMut(usize, usize, usize, usize),
+    ) {
         let Some(((inner, step), outer)) = self.dims.split_last().map(|(d, o)| (*d, o)) else {
             if !range.is_empty() {
                 run(range.start, 0, range.len(), 1);
@@ -158,7 +177,13 @@ mod tests {
 
     #[test]
     fn dense_views_merge_to_one_run() {
-        for (n, s) in [(&[4i64, 6][..], &[6i64, 1][..]), (&[6, 4], &[1, 6]), (&[2, 1, 3], &[3, 77, 1]), (&[], &[]), (&[1], &[9])] {
+        for (n, s) in [
+            (&[4i64, 6][..], &[6i64, 1][..]),
+            (&[6, 4], &[1, 6]),
+            (&[2, 1, 3], &[3, 77, 1]),
+            (&[], &[]),
+            (&[1], &[9]),
+        ] {
             let l = Layout::from_strided(n, s);
             assert!(l.is_dense(), "{n:?} {s:?}");
             assert_eq!(offsets(&l, 0..l.len()), (0..l.len()).collect::<Vec<_>>());
@@ -168,9 +193,18 @@ mod tests {
 
     #[test]
     fn rows_at_a_pitch_are_seen() {
-        assert_eq!(Layout::from_strided(&[10, 4], &[8, 1]).pitch(10, 4), Some(8));
-        assert_eq!(Layout::from_strided(&[2, 5, 4], &[40, 8, 1]).pitch(10, 4), Some(8));
-        assert_eq!(Layout::from_strided(&[2, 5, 4], &[50, 8, 1]).pitch(10, 4), None);
+        assert_eq!(
+            Layout::from_strided(&[10, 4], &[8, 1]).pitch(10, 4),
+            Some(8)
+        );
+        assert_eq!(
+            Layout::from_strided(&[2, 5, 4], &[40, 8, 1]).pitch(10, 4),
+            Some(8)
+        );
+        assert_eq!(
+            Layout::from_strided(&[2, 5, 4], &[50, 8, 1]).pitch(10, 4),
+            None
+        );
         assert_eq!(Layout::contiguous(40).pitch(8, 5), Some(5));
         assert_eq!(Layout::from_strided(&[10, 4], &[8, 2]).pitch(10, 4), None);
     }

@@ -20,9 +20,11 @@ mod value;
 
 pub use access::{Source, Target};
 pub use encoded::{Class, Encoded};
-pub use geometry::{BLOCK, Block, ChannelBlock, GROUP_SIZES, Geometry, RowBlock, SEGMENT_BLOCKS, STEP, Tiling};
-pub use layout::Layout;
 pub use exact::{encode_lossless, encode_mask, encode_raw, encode_sign};
+pub use geometry::{
+    BLOCK, Block, ChannelBlock, GROUP_SIZES, Geometry, RowBlock, SEGMENT_BLOCKS, STEP, Tiling,
+};
+pub use layout::Layout;
 pub use value::{encode_value, measure};
 
 pub use crate::kernels::{Predicate, Rounding};

@@ -49,15 +49,30 @@ pub(crate) struct Params {
 impl Params {
     pub(crate) const fn new() -> Self {
         let none = [0.0; MAX_GROUPS];
-        Params { min: none, max: none, m: none, s: none, inv: none }
+        Params {
+            min: none,
+            max: none,
+            m: none,
+            s: none,
+            inv: none,
+        }
     }
 
     /// Parameters of the groups `range` from `min` and `max`. Groups that are not coded get `inv` 0; says whether there is one.
-    pub(crate) fn derive(&mut self, range: std::ops::Range<usize>, bits: usize, m_f32: bool) -> bool {
+    pub(crate) fn derive(
+        &mut self,
+        range: std::ops::Range<usize>,
+        bits: usize,
+        m_f32: bool,
+    ) -> bool {
         let levels = ((1u32 << bits) - 1) as f32;
         let limit = MAX_MAGNITUDE / (1u32 << bits) as f32;
         let (min, max) = (&self.min[range.clone()], &self.max[range.clone()]);
-        let (m, s, inv) = (&mut self.m[range.clone()], &mut self.s[range.clone()], &mut self.inv[range]);
+        let (m, s, inv) = (
+            &mut self.m[range.clone()],
+            &mut self.s[range.clone()],
+            &mut self.inv[range],
+        );
         let mut all = true;
         for ((((&lo, &hi), m), s), inv) in min.iter().zip(max).zip(m).zip(s).zip(inv) {
             *m = if m_f32 { lo } else { bf16_down(lo) };
@@ -99,7 +114,11 @@ mod tests {
             let (down, near) = (bf16_down(x), bf16::from_f32(x).to_f32());
             assert!(down <= x && (near == down || near > x), "{x}");
             let up = bf16_up(x.abs());
-            assert!(up >= x.abs() && f32::from_bits(up.to_bits().wrapping_sub(1 << 16)) < x.abs() || up == x.abs(), "{x}");
+            assert!(
+                up >= x.abs() && f32::from_bits(up.to_bits().wrapping_sub(1 << 16)) < x.abs()
+                    || up == x.abs(),
+                "{x}"
+            );
         }
     }
 
@@ -107,14 +126,26 @@ mod tests {
     fn offsets_want_an_f32_minimum() {
         assert!(needs_m_f32(&[1000.0], &[1000.01]));
         assert!(!needs_m_f32(&[-3.0], &[3.0]));
-        assert!(!needs_m_f32(&[f32::INFINITY, f32::NAN, 5.0], &[f32::NEG_INFINITY, f32::NAN, 5.0]));
+        assert!(!needs_m_f32(
+            &[f32::INFINITY, f32::NAN, 5.0],
+            &[f32::NEG_INFINITY, f32::NAN, 5.0]
+        ));
     }
 
     #[test]
     fn the_largest_element_never_overflows_the_code() {
         let mut p = Params::new();
         for bits in 1..=8 {
-            for (i, (lo, hi)) in [(0.0, 1.0), (-1.0, 1e-3), (1e-20, 3e-20), (-3e30, 2e35), (0.1, 0.1 + 1e-6)].into_iter().enumerate() {
+            for (i, (lo, hi)) in [
+                (0.0, 1.0),
+                (-1.0, 1e-3),
+                (1e-20, 3e-20),
+                (-3e30, 2e35),
+                (0.1, 0.1 + 1e-6),
+            ]
+            .into_iter()
+            .enumerate()
+            {
                 for m_f32 in [false, true] {
                     (p.min[i], p.max[i]) = (lo, hi);
                     assert!(!p.derive(i..i + 1, bits, m_f32));

@@ -36,7 +36,13 @@ impl<T: Pod> Part<'_, T> {
 
 /// Cuts the memory of `layout` before the elements `ends` (ascending, the last is the element count) and calls `work` for every piece,
 /// on several threads where the pieces cannot overlap.
-pub(crate) fn for_each_part<T, F>(memory: &mut [T], layout: &Layout, ends: &[usize], threads: usize, work: F) -> Result<()>
+pub(crate) fn for_each_part<T, F>(
+    memory: &mut [T],
+    layout: &Layout,
+    ends: &[usize],
+    threads: usize,
+    work: F,
+) -> Result<()>
 where
     T: Pod + Send,
     F: Fn(usize, Part<'_, T>) -> Result<()> + Sync,
@@ -45,9 +51,16 @@ where
     let pieces = starts.zip(ends.iter().copied());
     if !layout.is_ordered() {
         // Elements that share memory: one after another, in order, each piece over the whole span.
-        return pieces
-            .enumerate()
-            .try_for_each(|(i, (start, end))| work(i, Part { elements: start..end, base: 0, memory: &mut *memory }));
+        return pieces.enumerate().try_for_each(|(i, (start, end))| {
+            work(
+                i,
+                Part {
+                    elements: start..end,
+                    base: 0,
+                    memory: &mut *memory,
+                },
+            )
+        });
     }
     let (mut rest, mut at) = (memory, 0);
     let mut slots = Vec::with_capacity(ends.len());
@@ -57,10 +70,17 @@ where
         let (piece, tail) = tail.split_at_mut(last + 1 - first);
         rest = tail;
         at = last + 1;
-        slots.push(Mutex::new(Some(Part { elements: start..end, base: first, memory: piece })));
+        slots.push(Mutex::new(Some(Part {
+            elements: start..end,
+            base: first,
+            memory: piece,
+        })));
     }
     parallel::for_each(slots.len(), threads, |i| {
-        let piece = slots[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+        let piece = slots[i]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         piece.map_or(Ok(()), |p| work(i, p))
     })
 }
@@ -95,5 +115,8 @@ where
         *slots[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
         Ok(())
     })?;
-    Ok(slots.into_iter().filter_map(|s| s.into_inner().unwrap_or_else(PoisonError::into_inner)).collect())
+    Ok(slots
+        .into_iter()
+        .filter_map(|s| s.into_inner().unwrap_or_else(PoisonError::into_inner))
+        .collect())
 }

@@ -38,9 +38,16 @@ pub(crate) struct BlockHeader {
 impl BlockHeader {
     pub(crate) fn write(&self, to: &mut [u8]) {
         let flag = |set: bool, f: u8| if set { f } else { 0 };
-        let flags = flag(self.m_f32, M_F32) | flag(self.zero_plane, ZERO_PLANE) | flag(self.class_table, CLASS_TABLE);
+        let flags = flag(self.m_f32, M_F32)
+            | flag(self.zero_plane, ZERO_PLANE)
+            | flag(self.class_table, CLASS_TABLE);
         // A block has at most 2^15 slots and groups, a segment less than 2^23 bytes.
-        let words = [u32::from(flags), self.coded_slots as u32, (self.body / 8) as u32, self.raw_groups as u32];
+        let words = [
+            u32::from(flags),
+            self.coded_slots as u32,
+            (self.body / 8) as u32,
+            self.raw_groups as u32,
+        ];
         for (to, w) in to[..HEADER].chunks_exact_mut(4).zip(words) {
             to.copy_from_slice(&w.to_le_bytes());
         }
@@ -48,7 +55,9 @@ impl BlockHeader {
 
     pub(crate) fn read(from: &[u8]) -> Result<Self> {
         let mut words = [0u32; 4];
-        let Some(head) = from.get(..HEADER) else { return Err(corrupt("a segment ends inside its block headers")) };
+        let Some(head) = from.get(..HEADER) else {
+            return Err(corrupt("a segment ends inside its block headers"));
+        };
         for (w, b) in words.iter_mut().zip(head.chunks_exact(4)) {
             *w = u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
         }
@@ -84,12 +93,28 @@ pub(crate) struct Body {
 impl Body {
     /// The body of a block with `groups` groups in `slots` slots.
     pub(crate) fn new(header: &BlockHeader, groups: usize, slots: usize, bits: usize) -> Self {
-        let m = if header.class_table { groups.div_ceil(4).next_multiple_of(8) } else { 0 };
+        let m = if header.class_table {
+            groups.div_ceil(4).next_multiple_of(8)
+        } else {
+            0
+        };
         let s = m + groups * if header.m_f32 { 4 } else { 2 };
         let zero = (s + groups * 2).next_multiple_of(8);
-        let planes = zero + if header.zero_plane { plane_len(slots) } else { 0 };
+        let planes = zero
+            + if header.zero_plane {
+                plane_len(slots)
+            } else {
+                0
+            };
         let plane = plane_len(header.coded_slots);
-        Body { m, s, zero, planes, plane, raw: planes + bits * plane }
+        Body {
+            m,
+            s,
+            zero,
+            planes,
+            plane,
+            raw: planes + bits * plane,
+        }
     }
 
     /// Bytes of class table and group parameters.
@@ -99,7 +124,13 @@ impl Body {
 
     /// The most that a block's body takes, raw elements apart.
     pub(crate) fn most(groups: usize, slots: usize, bits: usize) -> usize {
-        let header = BlockHeader { m_f32: true, zero_plane: true, class_table: true, coded_slots: slots, ..Default::default() };
+        let header = BlockHeader {
+            m_f32: true,
+            zero_plane: true,
+            class_table: true,
+            coded_slots: slots,
+            ..Default::default()
+        };
         Body::new(&header, groups, slots, bits).raw
     }
 }
@@ -128,14 +159,26 @@ pub(crate) struct BlockView<'a> {
 
 impl<'a> BlockView<'a> {
     /// Block `index` (in the segment) of `segment`.
-    pub(crate) fn new(segment: &'a [u8], index: usize, tiling: &Tiling, block: &Block, bits: usize, element: usize) -> Result<Self> {
+    pub(crate) fn new(
+        segment: &'a [u8],
+        index: usize,
+        tiling: &Tiling,
+        block: &Block,
+        bits: usize,
+        element: usize,
+    ) -> Result<Self> {
         let header = BlockHeader::read(segment.get(index * HEADER..).unwrap_or(&[]))?;
         let (groups, slots) = (tiling.groups(block), tiling.slots(block));
         if header.coded_slots > slots || (!header.zero_plane && header.coded_slots != slots) {
-            return Err(corrupt("a block has another number of coded slots than its shape allows"));
+            return Err(corrupt(
+                "a block has another number of coded slots than its shape allows",
+            ));
         }
         let offsets = Body::new(&header, groups, slots, bits);
-        let Some(body) = segment.get(header.body..).filter(|b| b.len() >= offsets.raw) else {
+        let Some(body) = segment
+            .get(header.body..)
+            .filter(|b| b.len() >= offsets.raw)
+        else {
             return Err(corrupt("a block ends behind its segment"));
         };
         let mut raw_elements = 0;
@@ -148,7 +191,9 @@ impl<'a> BlockView<'a> {
                 }
             }
             if raw_groups != header.raw_groups {
-                return Err(corrupt("a block has another number of raw groups than its header says"));
+                return Err(corrupt(
+                    "a block has another number of raw groups than its header says",
+                ));
             }
         } else if header.raw_groups != 0 {
             return Err(corrupt("a block has raw groups but no class table"));
@@ -157,17 +202,28 @@ impl<'a> BlockView<'a> {
             return Err(corrupt("a block's raw groups end behind its segment"));
         }
         if header.zero_plane {
-            let ones: usize = body[offsets.zero..offsets.planes].iter().map(|b| b.count_ones() as usize).sum();
+            let ones: usize = body[offsets.zero..offsets.planes]
+                .iter()
+                .map(|b| b.count_ones() as usize)
+                .sum();
             if ones != header.coded_slots {
-                return Err(corrupt("a block's zero plane has another number of nonzeros than its header says"));
+                return Err(corrupt(
+                    "a block's zero plane has another number of nonzeros than its header says",
+                ));
             }
         }
-        Ok(BlockView { header, offsets, body })
+        Ok(BlockView {
+            header,
+            offsets,
+            body,
+        })
     }
 }
 
 pub(crate) fn corrupt(what: &str) -> Error {
-    Error::CorruptData(format!("{what}; the bytes were damaged or not written by this format"))
+    Error::CorruptData(format!(
+        "{what}; the bytes were damaged or not written by this format"
+    ))
 }
 
 #[cfg(test)]

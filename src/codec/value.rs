@@ -6,7 +6,7 @@ use super::block::{BlockSource, Reader};
 use super::encoded::{Encoded, Head};
 use super::geometry::{Block, Tiling};
 use super::scratch::{self, Elements, Scratch};
-use super::segment::{Body, BlockHeader, GroupClass, HEADER, set_class};
+use super::segment::{BlockHeader, Body, GroupClass, HEADER, set_class};
 use super::{Layout, RangeStats, Source, ValueSpec, ZeroPlane, parts};
 use crate::dtype::FloatType;
 use crate::error::{Error, Result};
@@ -37,9 +37,18 @@ use crate::with_float;
 /// # Errors
 /// `InvalidArgument` for a spec outside its limits, a geometry that has not the layout's number of elements, or a source that is
 /// too small or unaligned; `OutOfMemory`.
-pub fn encode_value(src: Source<'_>, layout: &Layout, spec: &ValueSpec, pool: &Arc<SlabPool>, threads: usize) -> Result<Encoded> {
+pub fn encode_value(
+    src: Source<'_>,
+    layout: &Layout,
+    spec: &ValueSpec,
+    pool: &Arc<SlabPool>,
+    threads: usize,
+) -> Result<Encoded> {
     if !(1..=8).contains(&spec.bits) {
-        return Err(Error::InvalidArgument(format!("bits is {}; allowed are 1 to 8, for example 4", spec.bits)));
+        return Err(Error::InvalidArgument(format!(
+            "bits is {}; allowed are 1 to 8, for example 4",
+            spec.bits
+        )));
     }
     let tiling = Tiling::new(spec.geometry, spec.group_size)?;
     check_geometry(&tiling, layout)?;
@@ -130,24 +139,39 @@ impl<T: Element> Encoder<'_, T> {
         let most: usize = blocks
             .clone()
             .map(|i| tiling.block(i))
-            .map(|b| Body::most(tiling.groups(&b), tiling.slots(&b), self.bits()) - if self.bits() > 1 { plane_len(tiling.slots(&b)) } else { 0 })
+            .map(|b| {
+                Body::most(tiling.groups(&b), tiling.slots(&b), self.bits())
+                    - if self.bits() > 1 {
+                        plane_len(tiling.slots(&b))
+                    } else {
+                        0
+                    }
+            })
             .sum();
         let at = blocks.len() * HEADER;
-        let mut out = Output { extent: self.pool.alloc(at + most + PLANE_BYTES)?, at };
+        let mut out = Output {
+            extent: self.pool.alloc(at + most + PLANE_BYTES)?,
+            at,
+        };
         let mut segment_metadata = at;
         let mut zero_plane = true;
         let mut m_f32 = false;
         for (i, number) in blocks.enumerate() {
             let block = tiling.block(number);
-            let (header, metadata) =
-                scratch::with(|scratch, room| self.block(number, &block, m_f32, scratch, room, &mut out))?;
+            let (header, metadata) = scratch::with(|scratch, room| {
+                self.block(number, &block, m_f32, scratch, room, &mut out)
+            })?;
             header.write(&mut out.extent.as_mut_slice()[i * HEADER..]);
             segment_metadata += metadata;
             zero_plane &= header.zero_plane;
             m_f32 = header.m_f32;
         }
         out.extent.shrink_to(out.at);
-        Ok(Segment { extent: out.extent, metadata: segment_metadata, zero_plane })
+        Ok(Segment {
+            extent: out.extent,
+            metadata: segment_metadata,
+            zero_plane,
+        })
     }
 
     /// Writes one block's body; `m_f32` is a guess that saves a restart where it is right.
@@ -162,7 +186,7 @@ impl<T: Element> Encoder<'_, T> {
     ) -> Result<(BlockHeader, usize)> {
         let tiling = self.reader.tiling;
         let (groups, slots) = (tiling.groups(block), tiling.slots(block));
-        let source = self.reader.block(block, room);
+        let source = self.reader.block(number, block, room);
         let nonzeros = self.zero_plane(&source, tiling.elements(block), &mut scratch.zero);
         let skip_zeros = nonzeros.is_some();
         let params = CodeParams {
@@ -195,11 +219,13 @@ impl<T: Element> Encoder<'_, T> {
             body[at.zero..at.planes].copy_from_slice(&scratch.zero[..len]);
             for k in 0..self.bits() {
                 let to = &mut body[at.planes + k * at.plane..][..len];
-                self.planes.compact(&scratch.planes.plane(k)[..len], &scratch.zero[..len], to);
+                self.planes
+                    .compact(&scratch.planes.plane(k)[..len], &scratch.zero[..len], to);
             }
         } else {
             for k in 0..self.bits() {
-                body[at.planes + k * at.plane..][..len].copy_from_slice(&scratch.planes.plane(k)[..len]);
+                body[at.planes + k * at.plane..][..len]
+                    .copy_from_slice(&scratch.planes.plane(k)[..len]);
             }
         }
         out.at += at.raw;
@@ -210,18 +236,32 @@ impl<T: Element> Encoder<'_, T> {
     }
 
     /// The number of nonzeros where the block gets a zero plane, which is then in `plane`.
-    fn zero_plane(&self, source: &BlockSource<'_, T>, elements: usize, plane: &mut [u8]) -> Option<usize> {
+    fn zero_plane(
+        &self,
+        source: &BlockSource<'_, T>,
+        elements: usize,
+        plane: &mut [u8],
+    ) -> Option<usize> {
         let bits = self.bits();
         match self.spec.zero {
             ZeroPlane::Never => None,
             ZeroPlane::Always => Some(source.nonzeros(plane)),
             ZeroPlane::Auto if bits == 1 || !source.sample_has_zero(elements) => None,
-            ZeroPlane::Auto => Some(source.nonzeros(plane)).filter(|n| n * bits < elements * (bits - 1)),
+            ZeroPlane::Auto => {
+                Some(source.nonzeros(plane)).filter(|n| n * bits < elements * (bits - 1))
+            }
         }
     }
 
     /// Appends the elements of raw groups.
-    fn raw_groups(&self, block: &Block, source: &BlockSource<'_, T>, scratch: &mut Scratch, groups: usize, out: &mut Output) -> Result<()> {
+    fn raw_groups(
+        &self,
+        block: &Block,
+        source: &BlockSource<'_, T>,
+        scratch: &mut Scratch,
+        groups: usize,
+        out: &mut Output,
+    ) -> Result<()> {
         let tiling = self.reader.tiling;
         for g in 0..groups {
             if scratch.params.class(g) != GroupClass::Raw {
@@ -243,7 +283,13 @@ impl<T: Element> Encoder<'_, T> {
 }
 
 /// Writes the class table (where the header has one) and the groups' m and s; counts the raw groups.
-fn write_metadata(scratch: &mut Scratch, to: &mut [u8], at: &Body, groups: usize, header: &mut BlockHeader) {
+fn write_metadata(
+    scratch: &mut Scratch,
+    to: &mut [u8],
+    at: &Body,
+    groups: usize,
+    header: &mut BlockHeader,
+) {
     let params = &mut scratch.params;
     let (table, rest) = to.split_at_mut(at.m);
     let (m, s) = rest.split_at_mut(at.s - at.m);
@@ -276,7 +322,11 @@ fn write_metadata(scratch: &mut Scratch, to: &mut [u8], at: &Body, groups: usize
                 0
             }
         };
-        let (low, high) = if header.m_f32 { (value, 0) } else { (value & 0xffff, value >> 16) };
+        let (low, high) = if header.m_f32 {
+            (value, 0)
+        } else {
+            (value & 0xffff, value >> 16)
+        };
         let width = if header.m_f32 { 4 } else { 2 };
         m[g * width..][..width].copy_from_slice(&low.to_le_bytes()[..width]);
         s[g * 2..][..2].copy_from_slice(&high.to_le_bytes()[..2]);
@@ -300,7 +350,12 @@ pub fn measure(
     with_float!(dtype, T => measure_elements::<T>(src.elements(layout.span())?, layout, &tiling, threads))
 }
 
-fn measure_elements<T: Element>(src: &[T], layout: &Layout, tiling: &Tiling, threads: usize) -> Result<RangeStats> {
+fn measure_elements<T: Element>(
+    src: &[T],
+    layout: &Layout,
+    tiling: &Tiling,
+    threads: usize,
+) -> Result<RangeStats> {
     let reader = Reader::new(src, layout, tiling)?;
     let threads = parallel::threads_for(threads, size_of_val(src));
     // (sum of R² · elements, elements, largest |x|, all finite)
@@ -310,11 +365,14 @@ fn measure_elements<T: Element>(src: &[T], layout: &Layout, tiling: &Tiling, thr
         for number in tiling.segment(s) {
             let block = tiling.block(number);
             scratch::with(|scratch, room| {
-                reader.block(&block, room).ranges(false, &mut scratch.params);
+                reader
+                    .block(number, &block, room)
+                    .ranges(false, &mut scratch.params);
                 for g in 0..tiling.groups(&block) {
                     let (lo, hi) = (scratch.params.min[g], scratch.params.max[g]);
                     if lo <= hi {
-                        let (n, range) = (tiling.group_len(&block, g), f64::from(hi) - f64::from(lo));
+                        let (n, range) =
+                            (tiling.group_len(&block, g), f64::from(hi) - f64::from(lo));
                         sum.0 += range * range * n as f64;
                         sum.1 += n;
                         sum.2 = sum.2.max(lo.abs()).max(hi.abs());
@@ -326,6 +384,12 @@ fn measure_elements<T: Element>(src: &[T], layout: &Layout, tiling: &Tiling, thr
         }
         Ok(sum)
     })?;
-    let total = sums.iter().fold((0f64, 0usize, 0f32, true), |a, b| (a.0 + b.0, a.1 + b.1, a.2.max(b.2), a.3 & b.3));
-    Ok(RangeStats { max_abs: total.2, mean_range_sq: total.0 / total.1.max(1) as f64, finite: total.3 })
+    let total = sums.iter().fold((0f64, 0usize, 0f32, true), |a, b| {
+        (a.0 + b.0, a.1 + b.1, a.2.max(b.2), a.3 & b.3)
+    });
+    Ok(RangeStats {
+        max_abs: total.2,
+        mean_range_sq: total.0 / total.1.max(1) as f64,
+        finite: total.3,
+    })
 }

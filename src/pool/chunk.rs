@@ -76,10 +76,19 @@ impl Mapping {
 
     /// Returns the memory of the pages `first..end` to the system; the addresses stay valid and read as zeros.
     pub(super) fn discard(&self, first: usize, end: usize) {
-        assert!(first <= end && end * PAGE <= self.bytes, "pages inside the mapping");
+        assert!(
+            first <= end && end * PAGE <= self.bytes,
+            "pages inside the mapping"
+        );
         if first < end {
             // SAFETY: the range is inside our mapping, and the caller says that no extent lives in it.
-            unsafe { libc::madvise(self.base.as_ptr().add(first * PAGE).cast(), (end - first) * PAGE, libc::MADV_DONTNEED) };
+            unsafe {
+                libc::madvise(
+                    self.base.as_ptr().add(first * PAGE).cast(),
+                    (end - first) * PAGE,
+                    libc::MADV_DONTNEED,
+                )
+            };
         }
     }
 }

@@ -28,7 +28,10 @@ pub struct PoolConfig {
 
 impl Default for PoolConfig {
     fn default() -> Self {
-        PoolConfig { chunk_bytes: 32 << 20, warm_floor: 64 << 20 }
+        PoolConfig {
+            chunk_bytes: 32 << 20,
+            warm_floor: 64 << 20,
+        }
     }
 }
 
@@ -72,7 +75,9 @@ static GLOBAL: OnceLock<Arc<SlabPool>> = OnceLock::new();
 impl SlabPool {
     /// A pool of its own, empty: no memory is mapped before the first extent.
     pub fn new(config: PoolConfig) -> Arc<Self> {
-        Arc::new(SlabPool { state: Mutex::new(State::new(config)) })
+        Arc::new(SlabPool {
+            state: Mutex::new(State::new(config)),
+        })
     }
 
     /// The process's pool. A forked child keeps what was live in the parent, copy on write, and goes on allocating.
@@ -89,8 +94,16 @@ impl SlabPool {
     /// [`crate::Error::OutOfMemory`] when the system maps no more memory.
     pub fn alloc(self: &Arc<Self>, bytes: usize) -> Result<Extent> {
         let units = bytes.div_ceil(UNIT);
-        let place = if units == 0 { state::Place::EMPTY } else { self.lock().alloc(units)? };
-        Ok(Extent { pool: Arc::clone(self), place, len: bytes })
+        let place = if units == 0 {
+            state::Place::EMPTY
+        } else {
+            self.lock().alloc(units)?
+        };
+        Ok(Extent {
+            pool: Arc::clone(self),
+            place,
+            len: bytes,
+        })
     }
 
     /// What the pool holds now.

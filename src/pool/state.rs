@@ -24,7 +24,12 @@ unsafe impl Send for Place {}
 unsafe impl Sync for Place {}
 
 impl Place {
-    pub(super) const EMPTY: Place = Place { base: NonNull::dangling(), chunk: 0, first: 0, units: 0 };
+    pub(super) const EMPTY: Place = Place {
+        base: NonNull::dangling(),
+        chunk: 0,
+        first: 0,
+        units: 0,
+    };
 
     pub(super) fn units(&self) -> usize {
         self.units
@@ -47,7 +52,12 @@ impl Place {
         assert!(units < self.units, "a part of the place");
         // SAFETY: `units` is inside the place, so the address is inside its mapping.
         let base = unsafe { self.base.add(units * UNIT) };
-        let tail = Place { base, chunk: self.chunk, first: self.first + units, units: self.units - units };
+        let tail = Place {
+            base,
+            chunk: self.chunk,
+            first: self.first + units,
+            units: self.units - units,
+        };
         self.units = units;
         tail
     }
@@ -112,7 +122,9 @@ impl State {
             chunk.free.insert(first + units, run - units);
             self.by_size.insert((run - units, c, first + units));
         }
-        for page in &mut chunk.touched[first / UNITS_PER_PAGE..=(first + units - 1) / UNITS_PER_PAGE] {
+        for page in
+            &mut chunk.touched[first / UNITS_PER_PAGE..=(first + units - 1) / UNITS_PER_PAGE]
+        {
             self.touched_pages += usize::from(!*page);
             *page = true;
         }
@@ -121,13 +133,22 @@ impl State {
         self.live_units += units;
         self.peak_units = self.peak_units.max(self.live_units);
         self.cycle_peak = self.cycle_peak.max(self.live_units);
-        Ok(Place { base, chunk: c, first, units })
+        Ok(Place {
+            base,
+            chunk: c,
+            first,
+            units,
+        })
     }
 
     fn grow(&mut self, units: usize) -> Result<(usize, usize, usize)> {
         let map = Mapping::new((units * UNIT).max(self.config.chunk_bytes))?;
         let pages = map.bytes() / PAGE;
-        let mut chunk = Chunk { map, free: BTreeMap::new(), touched: vec![false; pages] };
+        let mut chunk = Chunk {
+            map,
+            free: BTreeMap::new(),
+            touched: vec![false; pages],
+        };
         let run = chunk.units();
         chunk.free.insert(0, run);
         let c = match self.chunks.iter().position(Option::is_none) {
@@ -153,7 +174,12 @@ impl State {
     }
 
     fn release(&mut self, place: Place) {
-        let Place { chunk: c, mut first, mut units, .. } = place;
+        let Place {
+            chunk: c,
+            mut first,
+            mut units,
+            ..
+        } = place;
         self.live_units -= units;
         let Some(chunk) = self.chunks.get_mut(c).and_then(Option::as_mut) else {
             unreachable!("a place belongs to a chunk")
@@ -192,14 +218,19 @@ impl State {
             if units < UNITS_PER_PAGE || self.touched_pages * PAGE <= keep {
                 break;
             }
-            let Some(chunk) = self.chunks[c].as_mut() else { continue };
+            let Some(chunk) = self.chunks[c].as_mut() else {
+                continue;
+            };
             if units == chunk.units() {
                 self.touched_pages -= chunk.touched.iter().filter(|t| **t).count();
                 self.by_size.remove(&(units, c, first));
                 self.chunks[c] = None;
                 continue;
             }
-            let (from, to) = (first.div_ceil(UNITS_PER_PAGE), (first + units) / UNITS_PER_PAGE);
+            let (from, to) = (
+                first.div_ceil(UNITS_PER_PAGE),
+                (first + units) / UNITS_PER_PAGE,
+            );
             if from < to {
                 chunk.map.discard(from, to);
                 for page in &mut chunk.touched[from..to] {

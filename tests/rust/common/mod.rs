@@ -55,9 +55,19 @@ pub(crate) fn normal(state: &mut u64) -> f64 {
 /// `n` elements of a content; equal seeds give equal elements.
 pub(crate) fn fill<T: Float>(content: Content, n: usize, seed: u64) -> Vec<T> {
     let mut s = seed ^ mix64(content as u64 + 1);
-    let of = |x: f64| if (x as f32).is_finite() { T::from_f32_finite(x as f32) } else { T::from_f32_finite(0.0) };
+    let of = |x: f64| {
+        if (x as f32).is_finite() {
+            T::from_f32_finite(x as f32)
+        } else {
+            T::from_f32_finite(0.0)
+        }
+    };
     let bits = |b: u32| -> T {
-        if size_of::<T>() == 4 { *bytemuck_from(&b) } else { *bytemuck_from(&((b >> 16) as u16)) }
+        if size_of::<T>() == 4 {
+            *bytemuck_from(&b)
+        } else {
+            *bytemuck_from(&((b >> 16) as u16))
+        }
     };
     let smallest = f64::from(T::smallest_positive().to_f32());
     (0..n)
@@ -69,9 +79,19 @@ pub(crate) fn fill<T: Float>(content: Content, n: usize, seed: u64) -> Vec<T> {
             }
             Content::OutlierChannels => of(normal(&mut s) * if i % 64 == 5 { 50.0 } else { 1.0 }),
             Content::Constant => of(0.1),
-            Content::Zeros => if i % 5 == 0 { of(-0.0) } else { of(0.0) },
+            Content::Zeros => {
+                if i % 5 == 0 {
+                    of(-0.0)
+                } else {
+                    of(0.0)
+                }
+            }
             Content::Relu => of(normal(&mut s).max(0.0)),
-            Content::Sparse => of(if uniform(&mut s) < 0.02 { normal(&mut s) } else { 0.0 }),
+            Content::Sparse => of(if uniform(&mut s) < 0.02 {
+                normal(&mut s)
+            } else {
+                0.0
+            }),
             Content::Subnormal => of(smallest * (uniform(&mut s) * 100.0).floor()),
             Content::NonFinite => match (uniform(&mut s) * 600.0) as u32 {
                 0 => bits(0x7f80_0000 | if size_of::<T>() == 2 { 0x7c00_0000 } else { 0 }),
@@ -102,13 +122,22 @@ fn bytemuck_from<A: Copy, B: Copy>(a: &A) -> &B {
 
 /// A spec with the usual choices.
 pub(crate) fn spec_of(dtype: FloatType, bits: u8, geometry: Geometry) -> ValueSpec {
-    ValueSpec { dtype, bits, group_size: 256, rounding: Rounding::Dither, geometry, key: 42, zero: ZeroPlane::Auto }
+    ValueSpec {
+        dtype,
+        bits,
+        group_size: 256,
+        rounding: Rounding::Dither,
+        geometry,
+        key: 42,
+        zero: ZeroPlane::Auto,
+    }
 }
 
 /// Decodes into a span of memory filled with -777.
 pub(crate) fn decode<T: Float>(q: &Encoded, layout: &Layout) -> Vec<T> {
     let mut y = vec![T::from_f32_finite(-777.0); layout.span()];
-    q.decode_into(Target::from_slice(&mut y), layout, ReadMode::Values, 1).unwrap();
+    q.decode_into(Target::from_slice(&mut y), layout, ReadMode::Values, 1)
+        .unwrap();
     y
 }
 
@@ -119,7 +148,13 @@ pub(crate) fn places(layout: &Layout, span: usize) -> Vec<usize> {
     let kind = ElementKind::Opaque { bytes: 4 };
     let q = encode_raw(Source::from_slice(&numbers), layout, kind, &pool, 1).unwrap();
     let mut out = vec![0u32; layout.len()];
-    q.decode_into(Target::from_slice(&mut out), &Layout::contiguous(layout.len()), ReadMode::Values, 1).unwrap();
+    q.decode_into(
+        Target::from_slice(&mut out),
+        &Layout::contiguous(layout.len()),
+        ReadMode::Values,
+        1,
+    )
+    .unwrap();
     out.into_iter().map(|i| i as usize).collect()
 }
 
@@ -129,20 +164,32 @@ fn ulp(x: f64, dtype: FloatType) -> f64 {
         FloatType::F16 => (10, -24),
         FloatType::BF16 => (7, -133),
     };
-    if x == 0.0 { return 2f64.powi(least) }
+    if x == 0.0 {
+        return 2f64.powi(least);
+    }
     2f64.powi((x.abs().log2().floor() as i32 - digits).max(least))
 }
 
 /// Per element (in memory order): its place and the largest error allowed, against the true range of its group. `None` never occurs
 /// for finite groups; in groups with a non-finite element the limit is 0, since they come back bit by bit.
-pub(crate) fn bound<T: Float>(x: &[T], layout: &Layout, spec: &ValueSpec) -> Vec<Option<(usize, f64)>> {
+pub(crate) fn bound<T: Float>(
+    x: &[T],
+    layout: &Layout,
+    spec: &ValueSpec,
+) -> Vec<Option<(usize, f64)>> {
     let at = places(layout, x.len());
     let tiling = Tiling::new(spec.geometry, spec.group_size).unwrap();
     let n = at.len();
     let groups: Vec<Vec<usize>> = match spec.geometry {
-        Geometry::Row { .. } => {
-            (0..n).collect::<Vec<_>>().chunks(32_768).flat_map(|b| b.chunks(spec.group_size.into()).map(<[usize]>::to_vec).collect::<Vec<_>>()).collect()
-        }
+        Geometry::Row { .. } => (0..n)
+            .collect::<Vec<_>>()
+            .chunks(32_768)
+            .flat_map(|b| {
+                b.chunks(spec.group_size.into())
+                    .map(<[usize]>::to_vec)
+                    .collect::<Vec<_>>()
+            })
+            .collect(),
         Geometry::Channel { rows, cols } => {
             let ng = rows.div_ceil(spec.group_size.into());
             (0..ng)
@@ -155,14 +202,21 @@ pub(crate) fn bound<T: Float>(x: &[T], layout: &Layout, spec: &ValueSpec) -> Vec
     };
     let mut out = vec![None; n];
     let levels = f64::from((1u32 << spec.bits) - 1);
-    let share = if spec.rounding == Rounding::Stochastic { 1.0 } else { 0.5 };
+    let share = if spec.rounding == Rounding::Stochastic {
+        1.0
+    } else {
+        0.5
+    };
     for g in groups {
         let values: Vec<f64> = g.iter().map(|&e| f64::from(x[at[e]].to_f32())).collect();
         let finite = values.iter().all(|v| v.is_finite());
-        let (lo, hi) = values.iter().fold((f64::MAX, f64::MIN), |(a, b), v| (a.min(*v), b.max(*v)));
+        let (lo, hi) = values
+            .iter()
+            .fold((f64::MAX, f64::MIN), |(a, b), v| (a.min(*v), b.max(*v)));
         let most = lo.abs().max(hi.abs());
         let limit = if finite {
-            (hi - lo) / levels * share * (1.0 + 2f64.powi(-4)) * (1.0 + 2f64.powi(-7)) + 2.0 * ulp(most, spec.dtype)
+            (hi - lo) / levels * share * (1.0 + 2f64.powi(-4)) * (1.0 + 2f64.powi(-7))
+                + 2.0 * ulp(most, spec.dtype)
         } else {
             0.0
         };
