@@ -9,4 +9,7 @@ pub mod kernels;
 pub mod parallel;
 pub mod pool;
 
+#[cfg(feature = "python")]
+mod python;
+
 pub use error::{Error, Result};

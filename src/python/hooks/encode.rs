@@ -1,0 +1,773 @@
+//! From a claimed tensor to its stored form: the rule, the width, what is already stored, and the codec's call.
+
+use super::super::enter::enter;
+use super::super::tensor::{self, Dims};
+use super::super::torch_api::{DType, TorchApi};
+use super::axis::{self, Dim};
+use super::blob::{Blob, MaskKey, Want};
+use super::consumer::{Guard, Kind, NodeType, Rule};
+use super::context::{SetKey, Store};
+use super::guard::{self, Operand};
+use super::handle::{Kept, Saved, Shape, State};
+use super::pending::{self, Pending, text};
+use super::rows::RowData;
+use super::slots::{self, ValueNeed};
+use crate::codec::{
+    ElementKind, Encoded, Geometry, Layout, Predicate, Source, ValueSpec, ZeroPlane,
+    encode_lossless, encode_mask, encode_raw, encode_sign, encode_value, measure,
+};
+use crate::dtype::FloatType;
+use crate::pool::SlabPool;
+use pyo3::prelude::*;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A view that spans this many times its elements is not restored with its gaps.
+const MAX_GAP_FACTOR: usize = 4;
+/// Fields that hold a weight: a constant there is a frozen one.
+const WEIGHT_FIELDS: [&str; 2] = ["weight", "mat2"];
+
+/// A waiting tensor with its reader, where one is known.
+pub(crate) struct Claim {
+    pub(crate) item: Pending,
+    pub(crate) reader: Option<(Arc<NodeType>, usize)>,
+    pub(crate) rule: Arc<Rule>,
+}
+
+/// What a claim comes down to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Need {
+    Unused,
+    Keep(&'static str),
+    Lossless,
+    Mask(MaskKey, bool),
+    Value { bits: u8, want: Want },
+}
+
+/// Stores all tensors of one node; `node` is at hand where masks need its thresholds.
+pub(crate) fn encode(
+    py: Python<'_>,
+    mut claims: Vec<Claim>,
+    node: Option<&Bound<'_, PyAny>>,
+) -> PyResult<()> {
+    if let Some(node) = node {
+        let api = TorchApi::get(py)?;
+        for claim in claims.iter_mut().filter(|claim| claim.rule.is_open()) {
+            let (Some((node_type, field)), Some(dtype)) =
+                (&claim.reader, api.dtype_object(py, claim.item.view.dtype))
+            else {
+                continue;
+            };
+            claim.rule = claim
+                .rule
+                .resolve(node, &node_type.fields[*field].name, dtype)?;
+        }
+    }
+    let widths = guarded_widths(py, &claims)?;
+    let mut outcome = Ok(());
+    for (claim, width) in claims.into_iter().zip(widths) {
+        if outcome.is_ok() {
+            outcome = encode_one(py, &claim, width);
+        }
+        // Whatever could not be stored is kept: no handle may go on holding its own node's output.
+        finish(py, claim)?;
+    }
+    outcome
+}
+
+/// A handle that is still pending keeps a detached alias.
+fn finish(py: Python<'_>, claim: Claim) -> PyResult<()> {
+    let saved = claim.item.saved.bind(py).get();
+    if let Some((tensor, version)) = pending_tensor(py, saved) {
+        keep(py, saved, &tensor, version)?;
+    }
+    Ok(())
+}
+
+fn keep(
+    py: Python<'_>,
+    saved: &Saved,
+    tensor: &Bound<'_, PyAny>,
+    version: Option<i64>,
+) -> PyResult<()> {
+    let alias = tensor.call_method0(pyo3::intern!(py, "detach"))?;
+    drop(saved.settle(State::Kept(Kept {
+        tensor: alias.unbind(),
+        version,
+    })));
+    Ok(())
+}
+
+fn pending_tensor<'py>(py: Python<'py>, saved: &Saved) -> Option<(Bound<'py, PyAny>, Option<i64>)> {
+    saved.look(|state| match state {
+        State::Pending(kept) => Some((kept.tensor.bind(py).clone(), kept.version)),
+        _ => None,
+    })
+}
+
+/// The user's width with a rule's additions.
+fn rule_bits(store: &Store, rule: &Rule, plus: u8) -> u8 {
+    (rule.bits.unwrap_or(store.config.bits) + plus)
+        .max(rule.floor)
+        .clamp(1, 8)
+}
+
+/// Widths of claims that a guard binds: `Some(None)` means that no width is enough.
+fn guarded_widths(py: Python<'_>, claims: &[Claim]) -> PyResult<Vec<Option<Option<u8>>>> {
+    let mut widths = vec![None; claims.len()];
+    let find = |wanted: Guard| claims.iter().position(|claim| claim.rule.guard == wanted);
+    let bmm: Vec<usize> = (0..claims.len())
+        .filter(|&index| claims[index].rule.guard == Guard::Bmm)
+        .collect();
+    let pair = match (find(Guard::Query), find(Guard::Key), bmm.as_slice()) {
+        (Some(q), Some(k), _) => Some((q, k, true)),
+        (_, _, &[left, right]) => Some((left, right, false)),
+        (_, _, &[single]) => {
+            // The other operand is no activation: a plain product, at the user's width.
+            let claim = &claims[single];
+            widths[single] = Some(Some(rule_bits(
+                &claim.item.saved.get().store,
+                &claim.rule,
+                0,
+            )));
+            None
+        }
+        _ => None,
+    };
+    let Some((q, k, scaled)) = pair else {
+        return Ok(widths);
+    };
+    let store = &claims[q].item.saved.get().store;
+    if store.config.exact
+        || claims[q].item.view.float_type().is_none()
+        || claims[k].item.view.float_type().is_none()
+    {
+        return Ok(widths);
+    }
+    let least = |at: usize| rule_bits(store, &claims[at].rule, claims[at].rule.plus);
+    let ndim = claims[q].item.view.sizes.as_slice().len();
+    // Contracted dimension: the last of q and k; of a bmm's second operand the last but one.
+    let along_k = if scaled {
+        ndim - 1
+    } else {
+        ndim.saturating_sub(2)
+    };
+    let head = claims[q]
+        .item
+        .view
+        .sizes
+        .as_slice()
+        .last()
+        .copied()
+        .unwrap_or(1);
+    #[expect(clippy::cast_precision_loss, reason = "head sizes are small")]
+    let head = if scaled { head as f64 } else { 1.0 };
+    let left = operand(py, &claims[q], ndim - 1)?;
+    let right = operand(py, &claims[k], along_k)?;
+    let (Some(left), Some(right)) = (left, right) else {
+        return Ok(widths);
+    };
+    let width = guard::width(left, right, head, least(q).min(least(k)));
+    for at in [q, k] {
+        widths[at] = Some(width.map(|width| width.max(least(at))));
+    }
+    Ok(widths)
+}
+
+/// Ranges and norms of one operand; `None` where it is not finite (every group with it is stored raw anyway).
+fn operand(py: Python<'_>, claim: &Claim, along: usize) -> PyResult<Option<Operand>> {
+    let item = &claim.item;
+    let Some(dtype) = item.view.float_type() else {
+        return Ok(None);
+    };
+    let store = &item.saved.get().store;
+    let config = &store.config;
+    let ndim = item.view.sizes.as_slice().len();
+    let (geometry, group_size, _) = axis::choose(
+        &item.dims,
+        ndim,
+        claim.rule.axis,
+        config.groups,
+        config.group_size,
+    );
+    let (layout, threads) = (layout_of(&item.dims), config.threads);
+    let (address, span) = (item.view.data, layout.span() * dtype.size());
+    let bytes = layout.len() * dtype.size();
+    let view = item.view.clone();
+    let (stats, norm) = enter(py, bytes, move || {
+        // SAFETY: the handle's state holds the tensor, whose memory has this span from this address.
+        let source = unsafe { Source::new(address as *const u8, span) };
+        let stats = measure(source, &layout, dtype, geometry, group_size, threads)?;
+        Ok((stats, tensor::max_norm_squared(&view, dtype, along)))
+    })?;
+    Ok(stats.finite.then_some(Operand {
+        max_norm_squared: norm,
+        mean_range_squared: stats.mean_range_sq,
+    }))
+}
+
+fn layout_of(dims: &[Dim]) -> Layout {
+    let sizes: Vec<i64> = dims
+        .iter()
+        .map(|dim| i64::try_from(dim.size).unwrap_or(i64::MAX))
+        .collect();
+    let strides: Vec<i64> = dims
+        .iter()
+        .map(|dim| i64::try_from(dim.stride).unwrap_or(i64::MAX))
+        .collect();
+    Layout::from_strided(&sizes, &strides)
+}
+
+fn need_of(store: &Store, claim: &Claim, width: Option<Option<u8>>, alive: bool) -> Need {
+    let (item, rule, config) = (&claim.item, &claim.rule, &store.config);
+    if rule.kind == Kind::Unused {
+        return Need::Unused;
+    }
+    if alive {
+        return Need::Keep("it lives anyway: somebody else holds it");
+    }
+    let weight_field = |(node_type, field): &(Arc<NodeType>, usize)| {
+        let field = &*node_type.fields[*field].name;
+        WEIGHT_FIELDS.contains(&field) && rule.guard != Guard::Bmm
+    };
+    if item.constant && claim.reader.as_ref().is_some_and(weight_field) {
+        return Need::Keep("a constant operand (a frozen weight)");
+    }
+    if item.view.float_type().is_none() || config.exact || item.small_view {
+        return Need::Lossless;
+    }
+    if rule.is_open() {
+        // Its node's attributes are not at hand.
+        return Need::Lossless;
+    }
+    if rule.unknown {
+        return match config.unknown {
+            Some(bits) => Need::Value {
+                bits,
+                want: Want::UnknownValue,
+            },
+            None => Need::Lossless,
+        };
+    }
+    if rule.boundary {
+        return match config.boundary {
+            Some(bits) => Need::Value {
+                bits,
+                want: Want::Value,
+            },
+            None => Need::Lossless,
+        };
+    }
+    match rule.kind {
+        Kind::Unused => Need::Unused,
+        Kind::Exact => Need::Lossless,
+        Kind::Value => match width {
+            Some(None) => Need::Keep("no width up to 8 bits keeps this attention's logits stable"),
+            Some(Some(bits)) => Need::Value {
+                bits,
+                want: Want::Value,
+            },
+            None => Need::Value {
+                bits: rule_bits(store, rule, rule.plus),
+                want: Want::Value,
+            },
+        },
+        Kind::Mask | Kind::Sign | Kind::Within | Kind::NotBeyond => {
+            let [lo, hi] = rule.bounds;
+            let result = claim
+                .reader
+                .as_ref()
+                .is_some_and(|(node, field)| &*node.fields[*field].name == "result");
+            Need::Mask(
+                MaskKey {
+                    kind: rule.kind,
+                    lo,
+                    hi,
+                },
+                result && rule.kind == Kind::Mask && lo == 0.0,
+            )
+        }
+    }
+}
+
+fn encode_one(py: Python<'_>, claim: &Claim, width: Option<Option<u8>>) -> PyResult<()> {
+    let item = &claim.item;
+    let saved = item.saved.bind(py).get();
+    let store = &saved.store;
+    let Some((tensor, version)) = pending_tensor(py, saved) else {
+        return Ok(());
+    };
+    let (slot, op, field) = match &claim.reader {
+        Some((node_type, index)) => (
+            pending::slot_of(store, item.ordinal, node_type, *index, &item.view.sizes),
+            node_type.name.clone(),
+            node_type.fields[*index].name.clone(),
+        ),
+        None => {
+            let slot = slots::number((
+                store.config.family,
+                item.ordinal,
+                item.boundary,
+                &item.view.sizes,
+            ));
+            let op = if item.boundary {
+                text("checkpoint")
+            } else {
+                pending::unnamed()
+            };
+            (slot, op, text("input"))
+        }
+    };
+    let mut row = RowData {
+        module: pending::module_of(py, slot)?,
+        op,
+        field,
+        shape: item.view.sizes.clone(),
+        dtype: Some(item.view.dtype),
+        class: "exact",
+        bits: 0,
+        plain_bytes: item.plain_bytes,
+        stored_bytes: 0,
+        why: claim.rule.why.clone(),
+        shared: false,
+        storage: item.record.address,
+    };
+    if let Some(expected) = version {
+        let found: i64 = tensor.getattr(pyo3::intern!(py, "_version"))?.extract()?;
+        if found != expected {
+            drop(saved.settle(State::Lost { found, expected }));
+            row.class = "lost";
+            row.why = text(
+                "modified in place before its node was complete: backward will raise PyTorch's own error",
+            );
+            store.push_row(row);
+            return Ok(());
+        }
+    }
+    let known = slots::get(slot).unwrap_or_default();
+    store.tables(|tables| {
+        if let Some(entry) = tables.storages.get_mut(&item.record.address) {
+            entry.slots.push(slot);
+        }
+    });
+    let need = need_of(store, claim, width, known.alive);
+    let shape = shape_of(item);
+    let need = match need {
+        Need::Lossless | Need::Mask(..) | Need::Value { .. } if kept_already(item) => {
+            Need::Keep("its storage is kept as it is for another reader")
+        }
+        Need::Lossless if shape.compact && !item.small_view => {
+            Need::Keep("a view with wide gaps, wanted exactly")
+        }
+        other => other,
+    };
+    match need {
+        Need::Unused => {
+            row.class = "unused";
+            store.push_row(row);
+            drop(saved.settle(State::Empty(shape)));
+            return Ok(());
+        }
+        Need::Keep(why) => return keep_with_row(py, saved, &tensor, version, row, why, item),
+        _ => {}
+    }
+    let want = match need {
+        Need::Mask(key, _) => Want::Mask(key),
+        Need::Value { want, .. } => want,
+        _ => Want::Lossless,
+    };
+    let bits = if let Need::Value { bits, .. } = need {
+        bits
+    } else {
+        0
+    };
+    let key = SetKey {
+        data: item.view.data,
+        set: axis::element_set(&item.dims),
+        dtype: item.view.dtype,
+        version,
+    };
+    let present = find_blob(store, item, &key);
+    if let Some(blob) = &present {
+        if blob.serve(want, bits).is_some() {
+            blob.note_reader(want);
+            row.shared = true;
+            (row.class, row.bits) = blob.class_and_bits();
+            store.push_row(row);
+            drop(saved.settle(State::Coded {
+                blob: blob.clone(),
+                want,
+                bits,
+                shape,
+            }));
+            return Ok(());
+        }
+    }
+    let started = Instant::now();
+    let made = make_part(py, store, claim, need, present.as_deref(), &known)?;
+    let bytes = item.view.numel() * item.view.dtype.size();
+    store.packed(bytes, started.elapsed());
+    let Some(made) = made else {
+        return keep_with_row(
+            py,
+            saved,
+            &tensor,
+            version,
+            row,
+            "no lossless class is smaller than the tensor",
+            item,
+        );
+    };
+    if let Some(note) = made.note {
+        row.why = text(note);
+    }
+    row.shared = present.is_some();
+    let row_index = store.push_row(row);
+    let blob = match present {
+        Some(blob) => {
+            if let (Need::Value { bits, .. }, Some(first)) = (need, blob.first_slot) {
+                slots::edit(first, |slot| {
+                    slot.value_too = Some(ValueNeed {
+                        bits,
+                        axis: claim.rule.axis,
+                    })
+                });
+            }
+            blob
+        }
+        None => {
+            let blob = Arc::new(Blob::new(
+                store.clone(),
+                item.record.clone(),
+                layout_of(&item.dims),
+                row_index,
+                Some(slot),
+                made.predicted,
+            ));
+            store.add_unique(bytes);
+            let weak = Arc::downgrade(&blob);
+            store.tables(|tables| {
+                if let Some(entry) = tables.storages.get_mut(&item.record.address) {
+                    entry.blobs.retain(|(_, blob)| blob.strong_count() > 0);
+                    entry.blobs.push((key, weak));
+                }
+            });
+            blob
+        }
+    };
+    let (stored, class, coded_bits) = blob.update(|parts| made.put(parts, need));
+    blob.note_reader(want);
+    store.edit_row(blob.row, |row| {
+        row.stored_bytes = stored;
+        row.class = class;
+        row.bits = coded_bits;
+    });
+    if row_index != blob.row {
+        store.edit_row(row_index, |row| {
+            row.class = class;
+            row.bits = coded_bits;
+        });
+    }
+    drop(saved.settle(State::Coded {
+        blob,
+        want,
+        bits,
+        shape,
+    }));
+    Ok(())
+}
+
+/// Whether the whole storage is kept as it is by a handle, so that storing it again would only add bytes.
+fn kept_already(item: &Pending) -> bool {
+    item.record
+        .aliases
+        .load(std::sync::atomic::Ordering::Relaxed)
+        > 0
+        && !item.small_view
+}
+
+fn keep_with_row(
+    py: Python<'_>,
+    saved: &Saved,
+    tensor: &Bound<'_, PyAny>,
+    version: Option<i64>,
+    mut row: RowData,
+    why: &'static str,
+    item: &Pending,
+) -> PyResult<()> {
+    row.shared = kept_already(item);
+    row.stored_bytes = if row.shared { 0 } else { item.record.nbytes };
+    row.why = text(why);
+    saved.store.push_row(row);
+    keep(py, saved, tensor, version)
+}
+
+fn find_blob(store: &Store, item: &Pending, key: &SetKey) -> Option<Arc<Blob>> {
+    store.tables(|tables| {
+        let entry = tables.storages.get(&item.record.address)?;
+        entry
+            .blobs
+            .iter()
+            .find(|(known, _)| known == key)
+            .and_then(|(_, blob)| blob.upgrade())
+    })
+}
+
+/// How the decoded tensor is laid out.
+fn shape_of(item: &Pending) -> Shape {
+    let view = &item.view;
+    let (sizes, strides) = (view.sizes.as_slice(), view.strides.as_slice());
+    let n: usize = item.dims.iter().map(|dim| dim.size).product();
+    let span = 1 + item
+        .dims
+        .iter()
+        .map(|dim| (dim.size - 1) * dim.stride)
+        .sum::<usize>();
+    let expanded = sizes
+        .iter()
+        .zip(strides)
+        .any(|(&size, &stride)| size > 1 && stride == 0);
+    let compact = span / MAX_GAP_FACTOR > n && !expanded;
+    let allocate = if compact {
+        // Dense, in the same order of dimensions.
+        let mut dense = vec![1i64; sizes.len()];
+        let mut reach = 1i64;
+        for dim in item.dims.iter().rev() {
+            dense[dim.logical] = reach;
+            reach *= i64::try_from(dim.size).unwrap_or(i64::MAX);
+        }
+        Some((view.sizes.clone(), Dims::new(&dense)))
+    } else if expanded {
+        let one: Vec<i64> = sizes
+            .iter()
+            .zip(strides)
+            .map(|(&size, &stride)| if stride == 0 { size.min(1) } else { size })
+            .collect();
+        Some((Dims::new(&one), view.strides.clone()))
+    } else {
+        None
+    };
+    Shape {
+        sizes: view.sizes.clone(),
+        strides: view.strides.clone(),
+        allocate,
+        dtype: view.dtype,
+        compact,
+    }
+}
+
+/// A new part of a blob.
+struct Made {
+    part: Encoded,
+    /// It is a value code whose zero plane also answers this question.
+    answers: Option<MaskKey>,
+    /// Every bit is there.
+    lossless: bool,
+    /// It holds values because the slot's past says that a reader of values will come.
+    predicted: bool,
+    note: Option<&'static str>,
+}
+
+impl Made {
+    /// Puts the part where its readers look.
+    fn put(self, parts: &mut super::blob::Parts, need: Need) {
+        let part = Arc::new(self.part);
+        match need {
+            _ if self.lossless => {
+                // Every bit serves every reader.
+                parts.value = None;
+                parts.value_answers = None;
+                parts.masks.clear();
+                parts.lossless = Some(part);
+            }
+            Need::Mask(key, never_negative) if !self.predicted => {
+                parts.masks.push((key, part));
+                if never_negative {
+                    parts.never_negative = Some(key);
+                }
+            }
+            _ => {
+                parts.value = Some(part);
+                if let Some(key) = self.answers {
+                    parts.masks.retain(|(known, _)| *known != key);
+                    parts.value_answers = Some(key);
+                }
+            }
+        }
+    }
+}
+
+/// Encodes what a need asks for; `None` where only the tensor itself will do.
+fn make_part(
+    py: Python<'_>,
+    store: &Store,
+    claim: &Claim,
+    need: Need,
+    present: Option<&Blob>,
+    known: &slots::Slot,
+) -> PyResult<Option<Made>> {
+    let item = &claim.item;
+    let config = &store.config;
+    let layout = layout_of(&item.dims);
+    let dtype = item.view.dtype;
+    let (address, span, threads) = (item.view.data, layout.span() * dtype.size(), config.threads);
+    let bytes = layout.len() * dtype.size();
+    let pool = SlabPool::global();
+    // SAFETY of every use: the handle's state holds the tensor, whose memory has this span from this address.
+    let source = move || unsafe { Source::new(address as *const u8, span) };
+    let value = |bits: u8, axis, answers: Option<MaskKey>, predicted| -> PyResult<Option<Made>> {
+        let Some(float) = item.view.float_type() else {
+            return Ok(None);
+        };
+        let ndim = item.view.sizes.as_slice().len();
+        let (geometry, group_size, note) =
+            axis::choose(&item.dims, ndim, axis, config.groups, config.group_size);
+        let spec = spec(
+            store,
+            float,
+            bits,
+            group_size,
+            geometry,
+            item.ordinal,
+            answers.is_some(),
+        );
+        let layout = layout.clone();
+        let part = enter(py, bytes, move || {
+            encode_value(source(), &layout, &spec, pool, threads)
+        })?;
+        Ok(Some(Made {
+            part,
+            answers,
+            lossless: false,
+            predicted,
+            note,
+        }))
+    };
+    let lossless = |copy: bool| -> PyResult<Option<Made>> {
+        let (kind, layout) = (element_kind(dtype), layout.clone());
+        let part = enter(py, bytes, move || {
+            let part = encode_lossless(source(), &layout, kind, pool, threads)?;
+            if part.is_none() && copy {
+                return encode_raw(source(), &layout, kind, pool, threads).map(Some);
+            }
+            Ok(part)
+        })?;
+        Ok(part.map(|part| Made {
+            part,
+            answers: None,
+            lossless: true,
+            predicted: false,
+            note: None,
+        }))
+    };
+    match need {
+        Need::Value { bits, .. } => {
+            if item.constant {
+                // Nobody's output: perhaps a dropout mask, which one bit an element keeps exactly.
+                if let Some(made) = lossless(false)? {
+                    return Ok(Some(made));
+                }
+            }
+            let answers = present.and_then(Blob::answerable);
+            let wider = known.value_too.filter(|need| need.bits > bits);
+            match wider {
+                Some(need) => value(need.bits, need.axis, answers, false),
+                None => value(bits, claim.rule.axis, answers, false),
+            }
+        }
+        Need::Mask(key, never_negative) => {
+            if let (Some(need), true, None) = (known.value_too, never_negative, present) {
+                return value(need.bits, need.axis, Some(key), true);
+            }
+            let Some(float) = item.view.float_type() else {
+                return Ok(None);
+            };
+            let layout = layout.clone();
+            let pair = claim.rule.representatives[float as usize];
+            let part = enter(py, bytes, move || {
+                mask(key, pair, source(), &layout, float, pool, threads)
+            })?;
+            match part {
+                Some(part) => Ok(Some(Made {
+                    part,
+                    answers: None,
+                    lossless: false,
+                    predicted: false,
+                    note: None,
+                })),
+                None => Ok(None),
+            }
+        }
+        _ => lossless(item.small_view),
+    }
+}
+
+fn spec(
+    store: &Store,
+    dtype: FloatType,
+    bits: u8,
+    group_size: u16,
+    geometry: Geometry,
+    ordinal: u64,
+    mask_reader: bool,
+) -> ValueSpec {
+    ValueSpec {
+        dtype,
+        bits,
+        group_size,
+        rounding: store.config.rounding,
+        geometry,
+        key: store.next_key(ordinal),
+        zero: if mask_reader {
+            ZeroPlane::Always
+        } else {
+            ZeroPlane::Auto
+        },
+    }
+}
+
+/// The mask code of a question; `None` where it cannot answer exactly (signs of NaN).
+fn mask(
+    key: MaskKey,
+    [set, unset]: [f32; 2],
+    source: Source<'_>,
+    layout: &Layout,
+    dtype: FloatType,
+    pool: &Arc<SlabPool>,
+    threads: usize,
+) -> crate::Result<Option<Encoded>> {
+    let predicate = match key.kind {
+        Kind::Sign => return encode_sign(source, layout, dtype, pool, threads),
+        Kind::Within => Predicate::Within {
+            lo: key.lo,
+            hi: key.hi,
+        },
+        Kind::NotBeyond => Predicate::NotBeyond {
+            lo: key.lo,
+            hi: key.hi,
+        },
+        _ => Predicate::GreaterOrNan { t: key.lo },
+    };
+    encode_mask(source, layout, dtype, predicate, set, unset, pool, threads).map(Some)
+}
+
+fn element_kind(dtype: DType) -> ElementKind {
+    #[expect(clippy::cast_possible_truncation, reason = "1, 2, 4 or 8")]
+    let bytes = dtype.size() as u8;
+    match (dtype.code, dtype.bits) {
+        (2, 64) => ElementKind::Float64,
+        (6, _) => ElementKind::Bool,
+        (0, _) => ElementKind::Int {
+            bytes,
+            signed: true,
+        },
+        (1, _) => ElementKind::Int {
+            bytes,
+            signed: false,
+        },
+        _ => match tensor::float_type(dtype) {
+            Some(float) => ElementKind::Float(float),
+            None => ElementKind::Opaque { bytes },
+        },
+    }
+}

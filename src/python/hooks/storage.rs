@@ -1,0 +1,82 @@
+//! torch's storages: who they are, and what plain PyTorch would hold.
+//!
+//! A storage is known by the address of its `StorageImpl`, held weakly, so the address cannot be used again while we know
+//! it; the data behind it can be freed. Never by the address of its data, which the allocator hands out again.
+
+use super::super::torch_api::TorchApi;
+use pyo3::prelude::*;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// One storage that autograd saved something of.
+#[derive(Debug)]
+pub(crate) struct StorageRecord {
+    /// Address of the `StorageImpl`, on which a weak reference is held until [`StorageRecord::release`].
+    pub(crate) address: usize,
+    /// Bytes of the whole storage at its first save.
+    pub(crate) nbytes: usize,
+    /// Handles that live.
+    pub(crate) handles: AtomicUsize,
+    /// Handles among them that keep a tensor on this storage.
+    pub(crate) aliases: AtomicUsize,
+    /// Somebody else keeps the storage alive: plain PyTorch would not hold it for backward alone.
+    pub(crate) alive_elsewhere: AtomicBool,
+    /// Looked at since the last save: `alive_elsewhere` is final.
+    pub(crate) settled: AtomicBool,
+}
+
+/// The storage object of a tensor and the address of its implementation.
+pub(crate) fn identify<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<(Bound<'py, PyAny>, usize)> {
+    let py = tensor.py();
+    let storage = tensor.call_method0(pyo3::intern!(py, "untyped_storage"))?;
+    let address: usize = storage.getattr(pyo3::intern!(py, "_cdata"))?.extract()?;
+    Ok((storage, address))
+}
+
+impl StorageRecord {
+    /// Takes a weak reference on a storage.
+    pub(crate) fn new(storage: &Bound<'_, PyAny>) -> PyResult<StorageRecord> {
+        let py = storage.py();
+        let nbytes: usize = storage
+            .call_method0(pyo3::intern!(py, "nbytes"))?
+            .extract()?;
+        let address: usize = storage
+            .call_method0(pyo3::intern!(py, "_weak_ref"))?
+            .extract()?;
+        Ok(StorageRecord {
+            address,
+            nbytes,
+            handles: AtomicUsize::new(0),
+            aliases: AtomicUsize::new(0),
+            alive_elsewhere: AtomicBool::new(false),
+            settled: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether nobody holds the data any more.
+    pub(crate) fn expired(&self, py: Python<'_>, api: &TorchApi) -> PyResult<bool> {
+        api.storage_expired
+            .bind(py)
+            .call1((self.address,))?
+            .extract()
+    }
+
+    /// Whether somebody besides our own kept tensors holds the data.
+    pub(crate) fn held_elsewhere(&self, py: Python<'_>, api: &TorchApi) -> PyResult<bool> {
+        if self.expired(py, api)? {
+            return Ok(false);
+        }
+        let users: usize = api
+            .storage_use_count
+            .bind(py)
+            .call1((self.address,))?
+            .extract()?;
+        // The Python object that identified the storage is kept by it and counts as one user.
+        Ok(users > self.aliases.load(Ordering::Relaxed) + 1)
+    }
+
+    /// Gives the weak reference back; the record must not be used to identify a storage afterwards.
+    pub(crate) fn release(&self, py: Python<'_>, api: &TorchApi) {
+        // Fails only at interpreter exit, where the process's end frees it.
+        let _ = api.storage_free_weak.bind(py).call1((self.address,));
+    }
+}
