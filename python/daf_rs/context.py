@@ -7,7 +7,7 @@ import operator
 import threading
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,10 +100,11 @@ class save_compressed:
     Under `torch.no_grad` it does nothing. torch's random streams are never drawn from.
 
     Args:
-        bits: Width of the value codes, 1 to 8; or ``"exact"``: only lossless forms, gradients bit-equal to plain PyTorch.
+        bits: Width of the value codes, 1 to 8; or ``"exact"``: lossless forms only, gradients bit-equal to PyTorch's.
         group_size: Elements that share a minimum and a scale: a power of two, 32 to 1024.
         rounding: ``"dither"`` (unbiased, error variance s²/12), ``"stochastic"`` (unbiased, s²/6) or ``"nearest"``.
-        groups: ``"auto"``, ``"row"`` (consecutive elements) or ``"channel"`` (down the columns of token × channel tensors).
+        groups: ``"auto"``, ``"row"`` (consecutive elements) or ``"channel"`` (down the columns of token × channel
+            tensors).
         min_bytes: Smaller tensors are kept as they are.
         model: Its parameters and buffers are known by storage: needed only for frozen ones that are used through
             detached views. Also names modules in the report.
@@ -131,7 +132,7 @@ class save_compressed:
 
     def __init__(
         self,
-        bits: int | Literal["exact"] = 4,
+        bits: int | str = 4,
         *,
         group_size: int = 256,
         rounding: str = "dither",
@@ -140,8 +141,8 @@ class save_compressed:
         model: nn.Module | None = None,
         threads: int | None = None,
         seed: int | None = None,
-        boundary: int | Literal["exact"] = 8,
-        unknown: int | Literal["exact"] = "exact",
+        boundary: int | str = 8,
+        unknown: int | str = "exact",
     ) -> None:
         self.bits = _width("bits", bits)
         self.group_size = _integer("group_size", group_size)
@@ -206,10 +207,7 @@ class save_compressed:
 
     def _key(self) -> int:
         """The seed of one context's noise: of the seed, the entry and the distributed rank."""
-        if self.seed is None:
-            parts = (torch.initial_seed(), next(_entered))
-        else:
-            parts = (self.seed, next(self._own_entries))
+        parts = (torch.initial_seed(), next(_entered)) if self.seed is None else (self.seed, next(self._own_entries))
         rank = torch.distributed.get_rank() if _distributed() else 0
         key = 0
         for part in (*parts, rank):
@@ -251,11 +249,11 @@ _TORCH_FUNC = "don't yet support saved tensor hooks"
 
 
 def _explain(error: RuntimeError) -> RuntimeError:
-    """torch's refusal with the way out."""
+    """The refusal of torch with the way out."""
     return RuntimeError(
-        f"{error}\ndaf_rs: torch.func's transforms and torch.autograd.graph.disable_saved_tensors_hooks cannot run under "
-        "saved-tensor hooks. Leave save_compressed around the other parts of the step, or use torch.autograd.grad and "
-        "torch.autograd.functional, which work inside it."
+        f"{error}\ndaf_rs: torch.func's transforms and torch.autograd.graph.disable_saved_tensors_hooks cannot run "
+        "under saved-tensor hooks. Leave save_compressed around the other parts of the step, or use torch.autograd.grad "
+        "and torch.autograd.functional, which work inside it."
     )
 
 
