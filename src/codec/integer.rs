@@ -258,10 +258,8 @@ fn word(bytes: &[u8], at: usize) -> Result<u64> {
     Ok(u64::from_le_bytes(*b))
 }
 
-/// Decodes one block of `out.len()` elements; gives the bytes behind it.
-fn decode_block<'a, W: Word>(bytes: &'a [u8], out: &mut [W]) -> Result<&'a [u8]> {
-    let groups = out.len().div_ceil(GROUP);
-    let (base, ramp) = (word(bytes, 0)?, word(bytes, 8)?);
+/// Bytes of an offset, and the block's metadata apart from what follows them.
+fn split_block(bytes: &[u8], groups: usize) -> Result<(usize, (&[u8], &[u8]))> {
     let offset_bytes = match word(bytes, 16)? {
         n @ (0 | 1 | 2 | 4 | 8) => n as usize,
         _ => {
@@ -270,11 +268,18 @@ fn decode_block<'a, W: Word>(bytes: &'a [u8], out: &mut [W]) -> Result<&'a [u8]>
             ));
         }
     };
-    let shape = Shape::new(groups, offset_bytes);
-    if bytes.len() < shape.planes {
-        return Err(corrupt("an integer block is cut off"));
+    match bytes.split_at_checked(Shape::new(groups, offset_bytes).planes) {
+        Some(split) => Ok((offset_bytes, split)),
+        None => Err(corrupt("an integer block is cut off")),
     }
-    let (head, mut planes) = bytes.split_at(shape.planes);
+}
+
+/// Decodes one block of `out.len()` elements; gives the bytes behind it.
+fn decode_block<'a, W: Word>(bytes: &'a [u8], out: &mut [W]) -> Result<&'a [u8]> {
+    let groups = out.len().div_ceil(GROUP);
+    let (offset_bytes, (head, mut planes)) = split_block(bytes, groups)?;
+    let (base, ramp) = (word(head, 0)?, word(head, 8)?);
+    let shape = Shape::new(groups, offset_bytes);
     let mut y = [0u64; GROUP];
     for (g, out) in out.chunks_mut(GROUP).enumerate() {
         let width = usize::from(head[HEADER + g]);
@@ -296,6 +301,27 @@ fn decode_block<'a, W: Word>(bytes: &'a [u8], out: &mut [W]) -> Result<&'a [u8]>
         }
     }
     Ok(planes)
+}
+
+/// Checks the blocks of a part of `len` elements as [`decode`] would, and gives their metadata bytes.
+pub(super) fn check(mut bytes: &[u8], len: usize) -> Result<usize> {
+    let mut metadata = 0;
+    for first in (0..len).step_by(BLOCK) {
+        let groups = BLOCK.min(len - first).div_ceil(GROUP);
+        let (head, planes) = split_block(bytes, groups)?.1;
+        metadata += head.len();
+        let widths = &head[HEADER..HEADER + groups];
+        let size = widths.iter().map(|w| 8 * usize::from(*w)).sum();
+        match planes.get(size..) {
+            Some(rest) if widths.iter().all(|w| *w <= 64) => bytes = rest,
+            _ => return Err(corrupt("an integer group is wider than its block")),
+        }
+    }
+    if bytes.is_empty() {
+        Ok(metadata)
+    } else {
+        Err(corrupt("bytes follow the last integer block"))
+    }
 }
 
 pub(super) fn decode<W: Word>(

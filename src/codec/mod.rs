@@ -9,6 +9,7 @@ mod block;
 mod decode;
 mod encoded;
 mod exact;
+mod format;
 mod geometry;
 mod integer;
 mod layout;
@@ -21,6 +22,7 @@ mod value;
 pub use access::{Source, Target};
 pub use encoded::{Class, Encoded};
 pub use exact::{encode_lossless, encode_mask, encode_raw, encode_sign};
+pub use format::{FORMAT_VERSION, TensorShape};
 pub use geometry::{
     BLOCK, Block, ChannelBlock, GROUP_SIZES, Geometry, RowBlock, SEGMENT_BLOCKS, STEP, Tiling,
 };
