@@ -21,6 +21,7 @@ from .exceptions import (
     UnsupportedDtypeError,
 )
 from .policy import Rule, register_consumer
+from .quantized import QuantizedTensor, dequantize, quantize
 from .report import Report, Row
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "DafError",
     "InvalidArgumentError",
     "OutOfMemoryError",
+    "QuantizedTensor",
     "Report",
     "Row",
     "Rule",
@@ -37,6 +39,8 @@ __all__ = [
     "UnsupportedDtypeError",
     "__version__",
     "build_info",
+    "dequantize",
+    "quantize",
     "register_consumer",
     "save_compressed",
 ]

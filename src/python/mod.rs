@@ -1,5 +1,6 @@
 //! The Python bindings: translation only. Every function extracts its arguments, calls the core through [`enter`] and wraps the result.
 
+mod codec;
 mod enter;
 mod error;
 pub(crate) mod hooks;
@@ -33,6 +34,7 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add_function(wrap_pyfunction!(build_info, m)?)?;
+    codec::register(m)?;
     hooks::register(m)?;
     Ok(())
 }
