@@ -139,9 +139,13 @@ def resolve(node: Any, field: str, dtype: Any = None) -> Rule:
     rule = lookup(name, field)
     if not rule.attrs:
         return rule
-    values = [getattr(node, attr) if attr else None for attr in rule.attrs]
+    values: list[Any] = [getattr(node, attr) if attr else None for attr in rule.attrs]
     if name == "PowBackward0" or "Norm" in name:
         return _resolve_power(name, rule, values[0])
+    if name.startswith("Elu"):
+        if math.prod(values) == 1:  # alpha * input_scale
+            return replace(rule, bits=None, floor=3, attrs=(), why="backward takes a smooth derivative at it")
+        return replace(rule, attrs=())
     if not all(_representable(value, dtype) for value in values):
         return Rule("exact", why=f"{rule.why}, and {dtype} cannot represent them")
     bounds = [None if value is None else to_f32(float(value)) for value in values]

@@ -106,10 +106,11 @@ def to_f32(value: float) -> float:
 def step_up(value: float) -> float:
     """Returns the smallest f32 above an f32.
 
-    For f32, f16 and bf16 alike, ``x > value`` is then ``x >= step_up(value)``.
+    For f32, f16 and bf16 alike, ``x > value`` is then ``x >= step_up(value)``; above infinity there is only NaN,
+    to which every comparison is false.
     """
     if math.isnan(value) or value == math.inf:
-        return value
+        return math.nan
     if value == 0.0:
         return TINY
     (word,) = struct.unpack("<i", struct.pack("<f", value))

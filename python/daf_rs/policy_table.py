@@ -236,7 +236,9 @@ _add(
     """,
 )
 _add(
-    Rule("exact", why="backward takes it to an exponential, or it is one: its range spans orders of magnitude"),
+    Rule(
+        "exact", why="an exponential: its values span orders of magnitude, and backward may weigh the small ones most"
+    ),
     """
     ExpBackward0.result Exp2Backward0.result Expm1Backward0.result SinhBackward0.self CoshBackward0.self
     LogcumsumexpBackward0.self,result LogaddexpBackward0.self,other Logaddexp2Backward0.self,other
@@ -253,7 +255,8 @@ _add(
 _add(
     Rule("exact", why="backward solves with it or takes a factorization apart"),
     """
-    LinalgCholeskyExBackward0.L CholeskySolveBackward0.self,input2,result CholeskyInverseBackward0.self,result
+    CholeskyBackward0.result LinalgCholeskyExBackward0.L
+    CholeskySolveBackward0.self,input2,result CholeskyInverseBackward0.self,result
     LinalgDetBackward0.A,result,LU,pivots LinalgSlogdetBackward0.A,sign,LU,pivots LinalgInvExBackward0.inverse
     LinalgPinvBackward0.self,result LinalgLstsqBackward0.self,b,solution LinalgLuFactorExBackward0.LU,pivots
     LinalgLuBackward0.P,L,U LinalgLuSolveBackward0.LU,pivots,result LinalgMatrixExpBackward0.self
@@ -305,7 +308,8 @@ _add(
     """
     MulBackward0.self,other AddcmulBackward0.tensor1,tensor2 AddcdivBackward0.tensor1 DivBackward0.self
     LinalgCrossBackward0.self,other LerpBackward1.weight,self,end
-    MseLossBackward0.self,target VarBackward0.self VarMeanBackward0.self StdBackward0.self StdMeanBackward0.self
+    MseLossBackward0.self,target BinaryCrossEntropyWithLogitsBackward0.target
+    VarBackward0.self VarMeanBackward0.self StdBackward0.self StdMeanBackward0.self
     """,
 )
 _add(
@@ -349,13 +353,24 @@ _add(
     Rule("value", floor=3, axis="producer", why="backward takes a smooth derivative at it"),
     """
     GeluBackward0.self SiluBackward0.self MishBackward0.self SoftplusBackward0.self HardswishBackward0.self
-    EluBackward0.self EluBackward1.result CeluBackward0.self CeluBackward1.result GluBackward0.self
+    CeluBackward0.self CeluBackward1.result GluBackward0.self
     LogSigmoidBackward0.self,buffer
     SigmoidBackward0.result TanhBackward0.result
     ErfBackward0.self ErfcBackward0.self AtanBackward0.self AsinhBackward0.self
-    BinaryCrossEntropyWithLogitsBackward0.self,target SoftMarginLossBackward0.self
+    BinaryCrossEntropyWithLogitsBackward0.self SoftMarginLossBackward0.self
     SmoothL1LossBackward0.self,target HuberLossBackward0.self,target
     """,
+)
+# SELU's derivative jumps at 0 (alpha * input_scale is not 1); ELU's does not, and `resolve` gives it 3 bits.
+_add(
+    Rule(
+        "value",
+        bits=8,
+        axis="producer",
+        attrs=("_saved_alpha", "_saved_input_scale"),
+        why="backward takes a derivative at it that jumps at 0",
+    ),
+    "EluBackward0.self EluBackward1.result",
 )
 _add(Rule("exact", why="holds the classes, 1 and -1"), "SoftMarginLossBackward0.target")
 _add(
@@ -402,9 +417,10 @@ for _node in _ATTENTION:
 
 _add(
     Rule("value", axis="last", why="the gradient of the weights is linear in it"),
-    "MkldnnRnnLayerBackward0.input CudnnRnnBackward0.input MiopenRnnBackward0.input LstmMpsBackward0.input",
+    "MkldnnRnnLayerBackward0.input,result0 CudnnRnnBackward0.input MiopenRnnBackward0.input LstmMpsBackward0.input",
 )
+# Other kernels may also take the gates' derivatives from their outputs.
 _add(
-    Rule("exact", why="the hidden states: kernels take gates apart with them"),
-    "MkldnnRnnLayerBackward0.result0 CudnnRnnBackward0.result0 MiopenRnnBackward0.result0",
+    Rule("exact", why="hidden states that the gates' derivatives may be taken from"),
+    "CudnnRnnBackward0.result0 MiopenRnnBackward0.result0",
 )
