@@ -104,6 +104,7 @@ impl fmt::Display for Isa {
 }
 
 #[cfg(target_arch = "x86_64")]
+#[expect(clippy::disallowed_macros, reason = "the one place of detection")]
 fn detect(isa: Isa) -> bool {
     let avx2 = || {
         is_x86_feature_detected!("avx2")
@@ -129,6 +130,7 @@ fn detect(isa: Isa) -> bool {
 }
 
 #[cfg(target_arch = "aarch64")]
+#[expect(clippy::disallowed_macros, reason = "the one place of detection")]
 fn detect(isa: Isa) -> bool {
     match isa {
         Isa::Scalar => true,

@@ -19,6 +19,8 @@ pub mod isa;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod prefetch;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod range;
 pub mod rng;
 mod scalar;
 #[cfg(test)]

@@ -122,6 +122,11 @@ impl PlaneBuf {
             planes: MAX_BITS,
         }
     }
+
+    /// Address of plane 0; plane `k` lies `k * PLANE_STRIDE` bytes behind.
+    pub(super) fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.bytes.as_mut_ptr()
+    }
 }
 
 impl Default for PlaneBuf {
@@ -175,6 +180,16 @@ impl<'a> PlaneSrc<'a> {
     /// Bytes of a plane.
     pub fn plane_bytes(&self) -> usize {
         self.plane_bytes
+    }
+
+    /// Address of plane 0; plane `k` lies `k * self.stride()` bytes behind.
+    pub(super) fn as_ptr(&self) -> *const u8 {
+        self.bytes.as_ptr()
+    }
+
+    /// Distance between planes in bytes.
+    pub(super) fn stride(&self) -> usize {
+        self.stride
     }
 }
 

@@ -1,16 +1,196 @@
-//! Kernels with AVX-512 F, BW, DQ, VL, VBMI. What this level lacks is the scalar kernel.
+//! AVX-512 kernels (F, BW, DQ, VL, VBMI and what AVX2 CPUs have).
 //!
 //! # Safety
-//! Every `unsafe fn` here requires a CPU with the features of [`Isa::Avx512`], and what the method of the same name in `super` checks.
+//! Every function here is `#[target_feature]`: it may be called where the CPU has these features, which [`super::for_isa`] makes sure of.
+//! Functions in the tables further require what the methods of [`super::KernelTable`] check.
 
+pub(super) mod rows;
+
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use super::rng::{Key, MUL_1, MUL_2};
 use super::{Element, Isa, KernelTable, PlaneTable, scalar_planes};
 
 /// The kernels of this level over elements of type `T`.
-pub(super) const fn table<T: Element>() -> KernelTable<T> {
-    KernelTable::scalar(Isa::Avx512)
+pub(super) const fn table<T: Lanes>() -> KernelTable<T> {
+    KernelTable {
+        range_rows: rows::range,
+        quantize_rows: rows::quantize,
+        dequantize_rows: rows::dequantize,
+        ..KernelTable::scalar(Isa::Avx512)
+    }
 }
 
 /// The plane kernels of this level.
 pub(super) const fn plane_table() -> PlaneTable {
     scalar_planes(Isa::Avx512)
+}
+
+/// Elements that the inner loops take at once: two dither steps.
+const UNIT: usize = 64;
+
+/// Loads and stores of 16 elements as f32.
+pub(super) trait Lanes: Element {
+    /// # Safety
+    /// 16 elements can be read at `ptr`.
+    unsafe fn load(ptr: *const Self) -> __m512;
+    /// Clamps to the finite range and rounds to nearest even, for the half types.
+    ///
+    /// # Safety
+    /// 16 elements can be written at `ptr`.
+    unsafe fn store(ptr: *mut Self, x: __m512);
+}
+
+impl Lanes for f32 {
+    #[inline]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    )]
+    unsafe fn load(ptr: *const f32) -> __m512 {
+        // SAFETY: the caller gives 16 readable elements.
+        unsafe { _mm512_loadu_ps(ptr) }
+    }
+
+    #[inline]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    )]
+    unsafe fn store(ptr: *mut f32, x: __m512) {
+        // SAFETY: the caller gives room for 16 elements.
+        unsafe { _mm512_storeu_ps(ptr, x) };
+    }
+}
+
+impl Lanes for f16 {
+    #[inline]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    )]
+    unsafe fn load(ptr: *const f16) -> __m512 {
+        // SAFETY: the caller gives 16 readable elements of 2 bytes.
+        _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(ptr.cast()) })
+    }
+
+    #[inline]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    )]
+    unsafe fn store(ptr: *mut f16, x: __m512) {
+        let limit = f16::MAX.to_f32_const();
+        let x = _mm512_min_ps(
+            _mm512_max_ps(x, _mm512_set1_ps(-limit)),
+            _mm512_set1_ps(limit),
+        );
+        // SAFETY: the caller gives room for 16 elements of 2 bytes.
+        unsafe {
+            _mm256_storeu_si256(
+                ptr.cast(),
+                _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x),
+            )
+        };
+    }
+}
+
+impl Lanes for bf16 {
+    #[inline]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    )]
+    unsafe fn load(ptr: *const bf16) -> __m512 {
+        // SAFETY: the caller gives 16 readable elements of 2 bytes.
+        let bits = unsafe { _mm256_loadu_si256(ptr.cast()) };
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+    }
+
+    #[inline]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    )]
+    unsafe fn store(ptr: *mut bf16, x: __m512) {
+        let limit = bf16::MAX.to_f32_const();
+        let x = _mm512_min_ps(
+            _mm512_max_ps(x, _mm512_set1_ps(-limit)),
+            _mm512_set1_ps(limit),
+        );
+        // Round to nearest even by hand: the conversion instruction flushes subnormals to zero.
+        let bits = _mm512_castps_si512(x);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        let halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded));
+        // SAFETY: the caller gives room for 16 elements of 2 bytes.
+        unsafe { _mm256_storeu_si256(ptr.cast(), halves) };
+    }
+}
+
+/// The random words of the two steps that begin at `step`: lane i is word `8 * step + i`.
+#[inline]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+fn words(key: Key, step: u32) -> __m512i {
+    let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    let x = _mm512_add_epi32(
+        lanes,
+        _mm512_set1_epi32(step.wrapping_mul(8).wrapping_add(key.k0) as i32),
+    );
+    let x = _mm512_xor_si512(x, _mm512_srli_epi32::<16>(x));
+    let x = _mm512_mullo_epi32(x, _mm512_set1_epi32(MUL_1 as i32));
+    let x = _mm512_ternarylogic_epi32::<0x96>(
+        x,
+        _mm512_srli_epi32::<15>(x),
+        _mm512_set1_epi32(key.k1 as i32),
+    );
+    let x = _mm512_mullo_epi32(x, _mm512_set1_epi32(MUL_2 as i32));
+    _mm512_xor_si512(x, _mm512_srli_epi32::<16>(x))
+}
+
+/// Byte order of a unit in the loops: byte `4 l + i` belongs to element `ORDER[i] + l`, so that 16-bit halves of 32-bit lanes hold
+/// elements l and l + 16.
+const ORDER: [usize; 4] = [0, 32, 16, 48];
+
+/// For each byte in loop order, where its dither byte lies in [`words`].
+const DITHER: [u8; 64] = {
+    let mut table = [0; 64];
+    let mut byte = 0;
+    while byte < 64 {
+        let element = ORDER[byte % 4] + byte / 4;
+        let (step, e) = (element / 32, element % 32);
+        table[byte] = (4 * (8 * step + e % 8) + e / 8) as u8;
+        byte += 1;
+    }
+    table
+};
+
+/// For each byte in loop order, its element: takes bytes in element order to loop order.
+const TO_LOOP: [u8; 64] = {
+    let mut table = [0; 64];
+    let mut byte = 0;
+    while byte < 64 {
+        table[byte] = (ORDER[byte % 4] + byte / 4) as u8;
+        byte += 1;
+    }
+    table
+};
+
+/// The inverse of [`TO_LOOP`].
+const TO_ELEMENTS: [u8; 64] = {
+    let mut table = [0; 64];
+    let mut byte = 0;
+    while byte < 64 {
+        table[TO_LOOP[byte] as usize] = byte as u8;
+        byte += 1;
+    }
+    table
+};
+
+/// A table of byte positions as a vector.
+#[inline]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+fn permutation(bytes: &[u8; 64]) -> __m512i {
+    // SAFETY: the array has 64 bytes.
+    unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
 }
