@@ -5,7 +5,9 @@ use super::params::{Params, needs_m_f32};
 use super::scratch::{self, Elements, Scratch};
 use super::{Layout, parts};
 use crate::error::Result;
-use crate::kernels::{self, CodeParams, ColumnShape, Columns, Element, KernelTable, Prefetch};
+use crate::kernels::{
+    self, CodeParams, ColumnShape, Columns, Element, KernelTable, Prefetch, RowsAhead,
+};
 
 /// Bytes of source between finding ranges and quantizing: small enough to stay in the L1 cache.
 const CHUNK_BYTES: usize = 8192;
@@ -54,6 +56,10 @@ impl<'a, T: Element> Reader<'a, T> {
                 Shape::Rows {
                     src,
                     group: self.tiling.group(),
+                    ahead: match self.pitch {
+                        Some(_) => RowsAhead::until(self.src),
+                        None => RowsAhead::none(),
+                    },
                 }
             }
             Block::Channel(b) => {
@@ -112,6 +118,7 @@ enum Shape<'a, T> {
     Rows {
         src: &'a [T],
         group: usize,
+        ahead: RowsAhead,
     },
     /// `src` starts at the tile's first element.
     Cols {
@@ -144,10 +151,14 @@ impl<T: Element> BlockSource<'_, T> {
     /// The ranges of all groups.
     pub(super) fn ranges(&self, skip_zeros: bool, params: &mut Params) {
         match self.shape {
-            Shape::Rows { src, group } => {
-                self.table
-                    .range_rows(src, group, skip_zeros, &mut params.min, &mut params.max)
-            }
+            Shape::Rows { src, group, ahead } => self.table.range_rows(
+                src,
+                group,
+                skip_zeros,
+                ahead,
+                &mut params.min,
+                &mut params.max,
+            ),
             Shape::Cols {
                 src,
                 pitch,
@@ -183,7 +194,7 @@ impl<T: Element> BlockSource<'_, T> {
         let mut uncoded = false;
         let mut wide = false;
         match self.shape {
-            Shape::Rows { src, group } => {
+            Shape::Rows { src, group, ahead } => {
                 let chunk = (CHUNK_BYTES / (group * size_of::<T>())).max(1) * group;
                 for (i, part) in src.chunks(chunk).enumerate() {
                     let first = i * (chunk / group);
@@ -192,6 +203,7 @@ impl<T: Element> BlockSource<'_, T> {
                         part,
                         group,
                         skip_zeros,
+                        ahead,
                         &mut params.min[groups.clone()],
                         &mut params.max[groups.clone()],
                     );
@@ -209,6 +221,7 @@ impl<T: Element> BlockSource<'_, T> {
                         inv,
                         code,
                         (slot / 32) as u32,
+                        ahead,
                         planes,
                         slot,
                     );
@@ -289,7 +302,7 @@ impl<T: Element> BlockSource<'_, T> {
     /// Copies the elements of group `g`, in element order.
     pub(super) fn copy_group(&self, g: usize, to: &mut [u8]) {
         match self.shape {
-            Shape::Rows { src, group } => {
+            Shape::Rows { src, group, .. } => {
                 let end = src.len().min((g + 1) * group);
                 to.copy_from_slice(bytemuck::cast_slice(&src[g * group..end]));
             }

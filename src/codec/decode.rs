@@ -35,7 +35,7 @@ pub(super) fn decode_value(
     }
     with_float!(spec.dtype, T => {
         let dst: &mut [T] = dst.elements(layout.span())?;
-        let decoder = Decoder { stored, spec, tiling: &tiling, mode, table: kernels::active()?, planes: kernels::active_planes()? };
+        let decoder = Decoder { stored, spec, tiling: &tiling, mode, table: kernels::active()?, planes: kernels::active_planes()?, stream: size_of_val(&*dst) >= kernels::STREAM_BYTES };
         decoder.run(dst, layout, parallel::threads_for(threads, size_of_val(&*dst)))
     })
 }
@@ -47,6 +47,8 @@ struct Decoder<'a, T: Element> {
     mode: ReadMode,
     table: &'static KernelTable<T>,
     planes: &'static PlaneTable,
+    /// Whether values go past the caches.
+    stream: bool,
 }
 
 impl<T: Element> Decoder<'_, T> {
@@ -199,6 +201,8 @@ impl<T: Element> Decoder<'_, T> {
             ..
         } = scratch;
         let planes = self.code_planes(&view, block, staging)?;
+        // What a zero plane still changes stays in the cache.
+        let stream = self.stream && zero.is_none();
         for (i, part) in dst.chunks_mut(CHUNK).enumerate() {
             let (slot, first) = (i * CHUNK, i * CHUNK / group);
             let (c0, step) = (&params.m[first..], &params.s[first..]);
@@ -210,6 +214,7 @@ impl<T: Element> Decoder<'_, T> {
                 step,
                 &code,
                 (slot / 32) as u32,
+                stream,
                 part,
             );
             if let Some(zero) = zero {

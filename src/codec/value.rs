@@ -223,10 +223,12 @@ impl<T: Element> Encoder<'_, T> {
                     .compact(&scratch.planes.plane(k)[..len], &scratch.zero[..len], to);
             }
         } else {
-            for k in 0..self.bits() {
-                body[at.planes + k * at.plane..][..len]
-                    .copy_from_slice(&scratch.planes.plane(k)[..len]);
-            }
+            self.planes.store_planes(
+                &scratch.planes,
+                self.bits(),
+                len,
+                &mut body[at.planes..][..self.bits() * len],
+            );
         }
         out.at += at.raw;
         if header.raw_groups > 0 {

@@ -30,7 +30,7 @@ mod types;
 use half::{bf16, f16};
 
 pub use isa::{FpEnv, Isa, try_active};
-pub use prefetch::Prefetch;
+pub use prefetch::{Prefetch, RowsAhead};
 pub use rng::Key;
 pub use types::{
     BLOCK_SLOTS, CodeParams, ColumnShape, Columns, DequantizeParams, MAX_BITS, PLANE_BYTES,
@@ -77,15 +77,17 @@ element!(f32);
 element!(f16);
 element!(bf16);
 
-/// (src, group, m, inv, params, first step, planes, first slot)
+/// (src, group, skip zeros, what comes next, minima, maxima)
+type RangeRows<T> = unsafe fn(&[T], usize, bool, RowsAhead, &mut [f32], &mut [f32]);
+/// (src, group, m, inv, params, first step, what comes next, planes, first slot)
 type QuantizeRows<T> =
-    unsafe fn(&[T], usize, &[f32], &[f32], &CodeParams, u32, &mut PlaneBuf, usize);
+    unsafe fn(&[T], usize, &[f32], &[f32], &CodeParams, u32, RowsAhead, &mut PlaneBuf, usize);
 /// (columns, m, inv, params, next row group, planes)
 type QuantizeCols<T> =
     unsafe fn(&Columns<'_, T>, &[f32], &[f32], &CodeParams, &mut Prefetch, &mut PlaneBuf);
-/// (planes, first slot, group, c0, step, params, first step, dst)
+/// (planes, first slot, group, c0, step, params, first step, past the caches, dst)
 type DequantizeRows<T> =
-    unsafe fn(&PlaneSrc<'_>, usize, usize, &[f32], &[f32], &CodeParams, u32, &mut [T]);
+    unsafe fn(&PlaneSrc<'_>, usize, usize, &[f32], &[f32], &CodeParams, u32, bool, &mut [T]);
 /// (planes, shape, c0, step, params, dst)
 type DequantizeCols<T> =
     unsafe fn(&PlaneSrc<'_>, &ColumnShape, &[f32], &[f32], &CodeParams, &mut [T]);
@@ -93,11 +95,11 @@ type DequantizeCols<T> =
 /// The kernels over elements of type `T` for one level.
 ///
 /// ```
-/// use daf_rs::kernels::{self, Isa};
+/// use daf_rs::kernels::{self, Isa, RowsAhead};
 /// let table = kernels::for_isa::<f32>(Isa::Scalar)?;
 /// let (mut min, mut max) = ([0.0; 2], [0.0; 2]);
 /// let x: Vec<f32> = (0..40).map(|i| i as f32).collect();
-/// table.range_rows(&x, 32, false, &mut min, &mut max);
+/// table.range_rows(&x, 32, false, RowsAhead::none(), &mut min, &mut max);
 /// assert_eq!((min, max), ([0.0, 32.0], [31.0, 39.0]));
 /// # Ok::<(), daf_rs::Error>(())
 /// ```
@@ -105,7 +107,7 @@ type DequantizeCols<T> =
 pub struct KernelTable<T: Element> {
     isa: Isa,
     // Each function requires what the method of the same name checks, and a CPU with the features of `isa`.
-    range_rows: unsafe fn(&[T], usize, bool, &mut [f32], &mut [f32]),
+    range_rows: RangeRows<T>,
     quantize_rows: QuantizeRows<T>,
     dequantize_rows: DequantizeRows<T>,
     range_cols: unsafe fn(&Columns<'_, T>, bool, &mut Prefetch, &mut [f32], &mut [f32]),
@@ -128,6 +130,9 @@ impl<T: Element> std::fmt::Debug for KernelTable<T> {
             .finish_non_exhaustive()
     }
 }
+
+/// Destinations of so many bytes or more are written past the caches: a share of the last level's cache that a core can count on.
+pub const STREAM_BYTES: usize = 8 << 20;
 
 /// The kernels of a level.
 ///
@@ -193,7 +198,7 @@ impl<T: Element> KernelTable<T> {
     /// Minimum and maximum of each group of `group` consecutive elements (the last may be shorter), in f32, zeros as +0.
     ///
     /// A group with a NaN or an infinity gives (NaN, NaN). With `skip_zeros`, elements equal to zero do not count; a group of zeros alone
-    /// gives (+inf, -inf).
+    /// gives (+inf, -inf). `ahead` says how far the thread goes on reading behind `src`.
     ///
     /// # Panics
     /// If `group` is 0, or an output is shorter than the number of groups.
@@ -202,6 +207,7 @@ impl<T: Element> KernelTable<T> {
         src: &[T],
         group: usize,
         skip_zeros: bool,
+        ahead: RowsAhead,
         out_min: &mut [f32],
         out_max: &mut [f32],
     ) {
@@ -216,6 +222,7 @@ impl<T: Element> KernelTable<T> {
                 src,
                 group,
                 skip_zeros,
+                ahead,
                 &mut out_min[..groups],
                 &mut out_max[..groups],
             )
@@ -242,6 +249,7 @@ impl<T: Element> KernelTable<T> {
         inv: &[f32],
         params: &CodeParams,
         first_step: u32,
+        ahead: RowsAhead,
         planes: &mut PlaneBuf,
         slot0: usize,
     ) {
@@ -260,6 +268,7 @@ impl<T: Element> KernelTable<T> {
                 &inv[..groups],
                 params,
                 first_step,
+                ahead,
                 planes,
                 slot0,
             )
@@ -267,7 +276,8 @@ impl<T: Element> KernelTable<T> {
     }
 
     /// Values of consecutive groups from their codes: per element `fma(256 * code - r, step[g], c0[g])` in f32, with r the dither byte or 0,
-    /// then clamped to the finite range and rounded to the dtype.
+    /// then clamped to the finite range and rounded to the dtype. With `stream`, values may go past the caches to memory: faster for
+    /// tensors that no cache would hold until they are read.
     ///
     /// # Panics
     /// If `group` is no multiple of 32, `c0` or `step` is shorter than the number of groups, `params.bits` is outside 1..=8, `slot0` is no
@@ -285,6 +295,7 @@ impl<T: Element> KernelTable<T> {
         step: &[f32],
         params: &CodeParams,
         first_step: u32,
+        stream: bool,
         dst: &mut [T],
     ) {
         let groups = check_rows(dst.len(), group, c0, step, params, slot0);
@@ -299,6 +310,7 @@ impl<T: Element> KernelTable<T> {
                 &step[..groups],
                 params,
                 first_step,
+                stream,
                 dst,
             )
         }
@@ -500,6 +512,7 @@ pub struct PlaneTable {
     expand: unsafe fn(&[u8], &[u8], &mut [u8]),
     match_plane: unsafe fn(&[u8], usize, u64, u64, &mut [u8]) -> bool,
     select: unsafe fn(&[u8], usize, u64, u64, &mut [u8]),
+    copy: unsafe fn(&[u8], &mut [u8]),
 }
 
 impl std::fmt::Debug for PlaneTable {
@@ -517,6 +530,7 @@ const fn scalar_planes(isa: Isa) -> PlaneTable {
         expand: scalar::planes::expand,
         match_plane: scalar::planes::match_plane,
         select: scalar::planes::select,
+        copy: scalar::planes::copy,
     }
 }
 
@@ -621,6 +635,23 @@ impl PlaneTable {
         let len = plane_len(dst.len() / word);
         // SAFETY: the table of `isa` is handed out only where the CPU has its features; lengths are checked above and by the slice.
         unsafe { (self.select)(&plane[..len], word, unset, set, dst) }
+    }
+
+    /// Copies the first `len` bytes of `bits` planes to `dst`, one behind the other, past the caches where the level can: they are not read
+    /// before backward.
+    ///
+    /// # Panics
+    /// If `bits` is above 8, `len` above [`PLANE_BYTES`], or `dst` does not have `bits * len` bytes.
+    pub fn store_planes(&self, planes: &PlaneBuf, bits: usize, len: usize, dst: &mut [u8]) {
+        assert!(
+            bits <= MAX_BITS && len <= PLANE_BYTES && dst.len() == bits * len,
+            "{} bytes for {bits} planes of {len}",
+            dst.len()
+        );
+        for (k, dst) in dst.chunks_exact_mut(len.max(1)).enumerate() {
+            // SAFETY: the table of `isa` is handed out only where the CPU has its features; the slices are equally long.
+            unsafe { (self.copy)(&planes.plane(k)[..len], dst) };
+        }
     }
 }
 

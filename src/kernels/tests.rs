@@ -28,7 +28,7 @@ fn dithered_values_are_within_half_a_step() {
     let groups = x.len().div_ceil(96);
     for bits in 1..=8 {
         let (mut min, mut max) = (vec![0.0; groups], vec![0.0; groups]);
-        table.range_rows(&x, 96, false, &mut min, &mut max);
+        table.range_rows(&x, 96, false, RowsAhead::until(&x[..]), &mut min, &mut max);
         let (m, s, inv) = parameters(&min, &max, bits);
         let params = CodeParams {
             bits,
@@ -36,7 +36,17 @@ fn dithered_values_are_within_half_a_step() {
             key: Key::for_block(1, 2),
         };
         let mut planes = PlaneBuf::new();
-        table.quantize_rows(&x, 96, &m, &inv, &params, 0, &mut planes, 64);
+        table.quantize_rows(
+            &x,
+            96,
+            &m,
+            &inv,
+            &params,
+            0,
+            RowsAhead::none(),
+            &mut planes,
+            64,
+        );
         let c0: Vec<f32> = m
             .iter()
             .zip(&s)
@@ -44,7 +54,17 @@ fn dithered_values_are_within_half_a_step() {
             .collect();
         let step: Vec<f32> = s.iter().map(|s| s / 256.0).collect();
         let mut y = vec![0.0; x.len()];
-        table.dequantize_rows(&planes.as_src(), 64, 96, &c0, &step, &params, 0, &mut y);
+        table.dequantize_rows(
+            &planes.as_src(),
+            64,
+            96,
+            &c0,
+            &step,
+            &params,
+            0,
+            false,
+            &mut y,
+        );
         for (i, (x, y)) in x.iter().zip(&y).enumerate() {
             let s = s[i / 96];
             assert!(
@@ -190,8 +210,22 @@ fn rows_agree<T: Element>(isa: Isa, cases: usize) {
         let (mut min, mut max) = (vec![0.0; groups], vec![0.0; groups]);
         let (mut min2, mut max2) = (min.clone(), max.clone());
         for skip_zeros in [true, false] {
-            scalar.range_rows(x, group, skip_zeros, &mut min, &mut max);
-            fast.range_rows(x, group, skip_zeros, &mut min2, &mut max2);
+            scalar.range_rows(
+                x,
+                group,
+                skip_zeros,
+                RowsAhead::until(x),
+                &mut min,
+                &mut max,
+            );
+            fast.range_rows(
+                x,
+                group,
+                skip_zeros,
+                RowsAhead::until(x),
+                &mut min2,
+                &mut max2,
+            );
             assert_eq!(
                 (canonical(&min), canonical(&max)),
                 (canonical(&min2), canonical(&max2)),
@@ -212,8 +246,28 @@ fn rows_agree<T: Element>(isa: Isa, cases: usize) {
             let mut planes = PlaneBuf::new();
             (0..8).for_each(|k| planes.plane_mut(k).fill(0xa5));
             let mut planes2 = planes.clone();
-            scalar.quantize_rows(x, group, &m, &inv, &params, first_step, &mut planes, slot0);
-            fast.quantize_rows(x, group, &m, &inv, &params, first_step, &mut planes2, slot0);
+            scalar.quantize_rows(
+                x,
+                group,
+                &m,
+                &inv,
+                &params,
+                first_step,
+                RowsAhead::until(x),
+                &mut planes,
+                slot0,
+            );
+            fast.quantize_rows(
+                x,
+                group,
+                &m,
+                &inv,
+                &params,
+                first_step,
+                RowsAhead::until(x),
+                &mut planes2,
+                slot0,
+            );
             for k in 0..8 {
                 assert!(
                     planes.plane(k) == planes2.plane(k),
@@ -236,30 +290,38 @@ fn rows_agree<T: Element>(isa: Isa, cases: usize) {
                 .map(|s| if s.is_finite() { s / 256.0 } else { 0.0 })
                 .collect();
             let mut y = vec![T::smallest_positive(); n + 1];
-            let mut y2 = y.clone();
+            let mut room = vec![T::smallest_positive(); n + 1 + 64];
+            // Streaming needs lines of its own; both ways must give the same.
+            let stream = random.below(2) == 0;
+            let aligned = room.as_ptr().align_offset(64).min(63);
+            let start = if stream { aligned } else { random.below(64) };
+            let y2 = &mut room[start..][..n + 1];
+            let planes = planes.as_src();
             scalar.dequantize_rows(
-                &planes.as_src(),
+                &planes,
                 slot0,
                 group,
                 &c0,
                 &step,
                 &params,
                 first_step,
+                false,
                 &mut y[..n],
             );
             fast.dequantize_rows(
-                &planes.as_src(),
+                &planes,
                 slot0,
                 group,
                 &c0,
                 &step,
                 &params,
                 first_step,
+                stream,
                 &mut y2[..n],
             );
             assert!(
-                bits_of(&y) == bits_of(&y2),
-                "{what}, {params:?}, slot {slot0}: values"
+                bits_of(&y) == bits_of(y2),
+                "{what}, {params:?}, slot {slot0}, stream {stream}: values"
             );
         }
     }
@@ -297,7 +359,17 @@ fn a_chunk_that_ends_with_the_block_stays_inside_it() {
         };
         let mut planes = PlaneBuf::new();
         let slot0 = BLOCK_SLOTS - 224;
-        table.quantize_rows(&x, 32, &[0.0; 7], &[256.0; 7], &params, 0, &mut planes, slot0);
+        table.quantize_rows(
+            &x,
+            32,
+            &[0.0; 7],
+            &[256.0; 7],
+            &params,
+            0,
+            RowsAhead::none(),
+            &mut planes,
+            slot0,
+        );
         let mut y = vec![0.0; x.len()];
         table.dequantize_rows(
             &planes.as_src(),
@@ -307,8 +379,42 @@ fn a_chunk_that_ends_with_the_block_stays_inside_it() {
             &[1.0; 7],
             &params,
             0,
+            false,
             &mut y,
         );
         assert!(y.iter().all(|&y| y == 256.0), "{isa}");
+    }
+}
+
+#[test]
+fn planes_are_copied_whole_from_and_to_any_address() {
+    let mut random = Random::new(5);
+    for isa in Isa::available() {
+        let table = planes_for_isa(isa).unwrap();
+        for _ in 0..200 {
+            let (bits, len, offset) = (
+                1 + random.below(8),
+                random.below(PLANE_BYTES + 1),
+                random.below(70),
+            );
+            let mut planes = PlaneBuf::new();
+            for k in 0..bits {
+                planes.plane_mut(k).fill_with(|| random.word() as u8);
+            }
+            let mut room = vec![0xa5; offset + bits * len + 70];
+            table.store_planes(&planes, bits, len, &mut room[offset..offset + bits * len]);
+            let (before, rest) = room.split_at(offset);
+            let (stored, behind) = rest.split_at(bits * len);
+            assert!(
+                before.iter().chain(behind).all(|&b| b == 0xa5),
+                "{isa}: wrote outside"
+            );
+            for k in 0..bits {
+                assert!(
+                    stored[k * len..][..len] == planes.plane(k)[..len],
+                    "{isa}: plane {k} of {len} bytes"
+                );
+            }
+        }
     }
 }

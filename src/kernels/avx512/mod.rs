@@ -4,7 +4,9 @@
 //! Every function here is `#[target_feature]`: it may be called where the CPU has these features, which [`super::for_isa`] makes sure of.
 //! Functions in the tables further require what the methods of [`super::KernelTable`] check.
 
-pub(super) mod rows;
+mod dequantize;
+mod quantize;
+mod range;
 
 use std::arch::x86_64::*;
 
@@ -16,16 +18,43 @@ use super::{Element, Isa, KernelTable, PlaneTable, scalar_planes};
 /// The kernels of this level over elements of type `T`.
 pub(super) const fn table<T: Lanes>() -> KernelTable<T> {
     KernelTable {
-        range_rows: rows::range,
-        quantize_rows: rows::quantize,
-        dequantize_rows: rows::dequantize,
+        range_rows: range::range_rows,
+        quantize_rows: quantize::quantize_rows,
+        dequantize_rows: dequantize::dequantize_rows,
         ..KernelTable::scalar(Isa::Avx512)
     }
 }
 
 /// The plane kernels of this level.
 pub(super) const fn plane_table() -> PlaneTable {
-    scalar_planes(Isa::Avx512)
+    PlaneTable {
+        copy,
+        ..scalar_planes(Isa::Avx512)
+    }
+}
+
+/// Copies past the caches whole lines of `dst`.
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+fn copy(src: &[u8], dst: &mut [u8]) {
+    assert_eq!(src.len(), dst.len());
+    // SAFETY: vectors of bytes have no invalid values.
+    let (head, lines, _) = unsafe { dst.align_to_mut::<__m512i>() };
+    let (head, lines) = (head.len(), lines.len());
+    dst[..head].copy_from_slice(&src[..head]);
+    for i in 0..lines {
+        let at = head + 64 * i;
+        // SAFETY: `align_to_mut` found `lines` whole, aligned vectors behind `head` bytes; `src` is as long as `dst`.
+        unsafe {
+            let line = _mm512_loadu_si512(src.as_ptr().add(at).cast());
+            _mm512_stream_si512(dst.as_mut_ptr().add(at).cast(), line);
+        }
+    }
+    let tail = head + 64 * lines;
+    dst[tail..].copy_from_slice(&src[tail..]);
+    // Other threads see streamed stores in order only behind this.
+    _mm_sfence();
 }
 
 /// Elements that the inner loops take at once: two dither steps.
@@ -41,6 +70,11 @@ pub(super) trait Lanes: Element {
     /// # Safety
     /// 16 elements can be written at `ptr`.
     unsafe fn store(ptr: *mut Self, x: __m512);
+    /// As `store`, past the caches.
+    ///
+    /// # Safety
+    /// 16 elements can be written at `ptr`, which is aligned to their size.
+    unsafe fn stream(ptr: *mut Self, x: __m512);
 }
 
 impl Lanes for f32 {
@@ -61,6 +95,15 @@ impl Lanes for f32 {
         // SAFETY: the caller gives room for 16 elements.
         unsafe { _mm512_storeu_ps(ptr, x) };
     }
+
+    #[inline]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    )]
+    unsafe fn stream(ptr: *mut f32, x: __m512) {
+        // SAFETY: the caller gives room for 16 elements, aligned to 64 bytes.
+        unsafe { _mm512_stream_ps(ptr, x) };
+    }
 }
 
 impl Lanes for f16 {
@@ -78,18 +121,17 @@ impl Lanes for f16 {
         enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn store(ptr: *mut f16, x: __m512) {
-        let limit = f16::MAX.to_f32_const();
-        let x = _mm512_min_ps(
-            _mm512_max_ps(x, _mm512_set1_ps(-limit)),
-            _mm512_set1_ps(limit),
-        );
         // SAFETY: the caller gives room for 16 elements of 2 bytes.
-        unsafe {
-            _mm256_storeu_si256(
-                ptr.cast(),
-                _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x),
-            )
-        };
+        unsafe { _mm256_storeu_si256(ptr.cast(), to_f16(x)) };
+    }
+
+    #[inline]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    )]
+    unsafe fn stream(ptr: *mut f16, x: __m512) {
+        // SAFETY: the caller gives room for 16 elements of 2 bytes, aligned to 32.
+        unsafe { _mm256_stream_si256(ptr.cast(), to_f16(x)) };
     }
 }
 
@@ -109,19 +151,49 @@ impl Lanes for bf16 {
         enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn store(ptr: *mut bf16, x: __m512) {
-        let limit = bf16::MAX.to_f32_const();
-        let x = _mm512_min_ps(
-            _mm512_max_ps(x, _mm512_set1_ps(-limit)),
-            _mm512_set1_ps(limit),
-        );
-        // Round to nearest even by hand: the conversion instruction flushes subnormals to zero.
-        let bits = _mm512_castps_si512(x);
-        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-        let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-        let halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded));
         // SAFETY: the caller gives room for 16 elements of 2 bytes.
-        unsafe { _mm256_storeu_si256(ptr.cast(), halves) };
+        unsafe { _mm256_storeu_si256(ptr.cast(), to_bf16(x)) };
     }
+
+    #[inline]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    )]
+    unsafe fn stream(ptr: *mut bf16, x: __m512) {
+        // SAFETY: the caller gives room for 16 elements of 2 bytes, aligned to 32.
+        unsafe { _mm256_stream_si256(ptr.cast(), to_bf16(x)) };
+    }
+}
+
+/// The nearest finite binary16 values, ties to even.
+#[inline]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+fn to_f16(x: __m512) -> __m256i {
+    let limit = f16::MAX.to_f32_const();
+    let x = _mm512_min_ps(
+        _mm512_max_ps(x, _mm512_set1_ps(-limit)),
+        _mm512_set1_ps(limit),
+    );
+    _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x)
+}
+
+/// The nearest finite bfloat16 values, ties to even. By hand: the conversion instruction flushes subnormals to zero.
+#[inline]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+fn to_bf16(x: __m512) -> __m256i {
+    let limit = bf16::MAX.to_f32_const();
+    let x = _mm512_min_ps(
+        _mm512_max_ps(x, _mm512_set1_ps(-limit)),
+        _mm512_set1_ps(limit),
+    );
+    let bits = _mm512_castps_si512(x);
+    let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+    let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
 }
 
 /// The random words of the two steps that begin at `step`: lane i is word `8 * step + i`.
@@ -194,3 +266,16 @@ fn permutation(bytes: &[u8; 64]) -> __m512i {
     // SAFETY: the array has 64 bytes.
     unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
 }
+
+/// Fetches the lines of streams `$streams` ahead of address `$at`.
+macro_rules! fetch {
+    ($ahead:expr, $at:expr, $streams:expr) => {
+        for k in $streams {
+            if let Some(line) = $ahead.line($at, k) {
+                _mm_prefetch::<_MM_HINT_T1>(line);
+            }
+        }
+    };
+}
+
+use fetch;

@@ -143,3 +143,7 @@ pub(in crate::kernels) fn select(plane: &[u8], word: usize, unset: u64, set: u64
         bytes.copy_from_slice(&value.to_le_bytes()[..word]);
     }
 }
+
+pub(in crate::kernels) fn copy(plane: &[u8], dst: &mut [u8]) {
+    dst.copy_from_slice(plane);
+}

@@ -1,6 +1,7 @@
 //! Row groups: consecutive elements share their parameters.
 
 use super::{Range, code, encode_dither, value};
+use crate::kernels::prefetch::RowsAhead;
 use crate::kernels::types::{CodeParams, PlaneBuf, PlaneSrc};
 use crate::kernels::{Element, plane_len};
 
@@ -8,6 +9,7 @@ pub(in crate::kernels) fn range<T: Element>(
     src: &[T],
     group: usize,
     skip_zeros: bool,
+    _ahead: RowsAhead,
     out_min: &mut [f32],
     out_max: &mut [f32],
 ) {
@@ -31,6 +33,7 @@ pub(in crate::kernels) fn quantize<T: Element>(
     inv: &[f32],
     params: &CodeParams,
     first_step: u32,
+    _ahead: RowsAhead,
     planes: &mut PlaneBuf,
     slot0: usize,
 ) {
@@ -64,6 +67,7 @@ pub(in crate::kernels) fn dequantize<T: Element>(
     step: &[f32],
     params: &CodeParams,
     first_step: u32,
+    _stream: bool,
     dst: &mut [T],
 ) {
     for (i, x) in dst.iter_mut().enumerate() {
