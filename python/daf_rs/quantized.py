@@ -27,7 +27,7 @@ class QuantizedTensor:
     >>> import torch, daf_rs
     >>> q = daf_rs.quantize(torch.linspace(0, 1, 100_000), bits=4, seed=0)
     >>> q
-    QuantizedTensor(shape=(100000,), dtype=torch.float32, bits=4, group_size=256, rounding='dither', groups='row', nbytes=...)
+    QuantizedTensor(shape=(100000,), dtype=torch.float32, bits=4, group_size=256, rounding='dither', groups='row', ...)
     >>> q.nbytes < 100_000 * 4 / 7
     True
     >>> daf_rs.QuantizedTensor.from_bytes(q.to_bytes()) == q
@@ -149,7 +149,10 @@ def _integer(name: str, value: SupportsIndex, low: int, high: int, example: str)
 
 
 def _threads(threads: int | None) -> int:
-    return 0 if threads is None else _integer("threads", threads, 1, 1024, "or None for the default")
+    if threads is not None:
+        return _integer("threads", threads, 1, 1024, "or None for the default")
+    _native.set_default_threads(torch.get_num_threads())
+    return 0
 
 
 def quantize(
@@ -164,9 +167,10 @@ def quantize(
 ) -> QuantizedTensor:
     """Stores a tensor in `bits` bits a value plus 32 bits a group.
 
-    Each group keeps its minimum m and step s, about (max - m) / (2^bits - 1). With dither (the default) the error of an
-    element is uniform in ±s/2 and independent of its value, so sums and gradients stay unbiased [1]. Where a large share
-    of the elements is 0, zeros take one bit each and come back as 0. Groups with an infinity or NaN are kept bit by bit.
+    Each group keeps its minimum m and step s, about (max - m) / (2^bits - 1). With dither (the default) the error of
+    an element is uniform in ±s/2 and independent of its value, so sums and gradients stay unbiased [1]. Where a large
+    share of the elements is 0, zeros take one bit each and come back as 0. Groups with an infinity or NaN are kept bit
+    by bit.
 
     Args:
         t: A float32, float16 or bfloat16 CPU tensor of any shape and strides. It is read, not kept.
@@ -176,9 +180,10 @@ def quantize(
         groups: `"row"`: neighbours in memory share a range; `"channel"`: rows of one channel do, the channel being the
             innermost dimension in memory; `"auto"`: channel groups for 2-D and 3-D tensors with the last dimension
             innermost and for channels-last maps, where there are at least 128 rows, else row groups.
-        seed: Any integer of 64 bits: the same seed gives the same bytes. None draws a fresh one, without touching torch's
-            random generators.
-        threads: Threads to use, None for the default (`DAF_NUM_THREADS`, else torch's number). Never changes the result.
+        seed: Any integer of 64 bits: the same seed gives the same bytes. None draws a fresh one, without touching
+            torch's random generators.
+        threads: Threads to use, None for the default (`DAF_NUM_THREADS`, else torch's number). Never changes the
+            result.
 
     Returns:
         The quantized tensor. Dense tensors come back with their strides, others without gaps in the same order of
@@ -200,7 +205,8 @@ def quantize(
     if not isinstance(t, torch.Tensor):
         raise UnsupportedDtypeError(f"quantize takes a torch.Tensor, not {type(t).__name__}")
     if t.dtype not in _DTYPES.values():
-        raise UnsupportedDtypeError(f"the tensor is {t.dtype}; quantize takes torch.float32, torch.float16 and torch.bfloat16")
+        allowed = "torch.float32, torch.float16 and torch.bfloat16"
+        raise UnsupportedDtypeError(f"the tensor is {t.dtype}; quantize takes {allowed}")
     if t.device.type != "cpu" or t.layout != torch.strided:
         raise InvalidArgumentError(f"the tensor is {t.layout} on {t.device}; quantize takes strided CPU tensors")
     bits = _integer("bits", bits, 1, 8, "for example 4")
@@ -209,16 +215,18 @@ def quantize(
         seed = next(_fresh_seeds)
     seed = _integer("seed", seed, -(2**63), 2**64 - 1, "or None for a fresh one") % 2**64
     source = t.detach().resolve_neg()
-    arguments = (bits, group_size, rounding, groups, seed, 0 if threads is None else _threads(threads))
+    arguments = (bits, group_size, rounding, groups, seed, _threads(threads))
     packed = _native.quantize(source, *arguments)
     if packed is None:
-        # Elements that share memory (an expanded tensor) are written out once.
-        packed = _native.quantize(source.contiguous(), *arguments)
+        # Elements that share memory (an expanded tensor) are written out first.
+        packed = _native.quantize(source.clone(memory_format=torch.contiguous_format), *arguments)
+    if packed is None:
+        raise InvalidArgumentError(f"a contiguous copy of {tuple(t.shape)} cannot be read; pass t.contiguous()")
     return QuantizedTensor._wrap(packed)
 
 
 def dequantize(q: QuantizedTensor) -> torch.Tensor:
-    """The tensor that a `QuantizedTensor` holds, in new memory: same shape, dtype and device, errors as `quantize` says.
+    """The tensor that a `QuantizedTensor` holds, in new memory: same shape and dtype, strides as `quantize` says.
 
     Where zeros were stored apart they are 0, and the other elements of a group without negative ones are above 0.
 
