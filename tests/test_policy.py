@@ -22,6 +22,7 @@ from policy_cases import CASES, Reader, Recording, Saved, record, same_bits
 from daf_rs import policy
 from daf_rs.exceptions import InvalidArgumentError
 from daf_rs.policy import TABLE, UNKNOWN, Rule, lookup, register_consumer, representatives, resolve
+from daf_rs.policy_rule import round_up, step_up
 
 NEEDS_A_MASK = ("mask", "within", "not_beyond", "sign")
 #: PyTorch's CPU kernels treat NaN in whole vectors unlike NaN in the tail (see test_nan_where_pytorch_disagrees).
@@ -280,7 +281,7 @@ def test_nan_where_pytorch_disagrees(name: str) -> None:
         Rule("mask", consts=(7.5,)),
         Rule("within", consts=(-math.inf, math.inf)),
         Rule("within", consts=(5.0, 5.0)),
-        Rule("within", consts=(policy.step_up(5.0), 6.0)),
+        Rule("within", consts=(step_up(5.0), 6.0)),
         Rule("not_beyond", consts=(0.0, 6.0)),
         Rule("not_beyond", consts=(-math.inf, 0.0)),
         Rule("not_beyond", consts=(5.0, 5.25)),
@@ -291,6 +292,28 @@ def test_representatives_are_on_their_side(rule: Rule, dtype: torch.dtype | None
     chosen, rest = representatives(rule, dtype)
     both = torch.tensor([chosen, rest], dtype=dtype or torch.float32)
     assert is_set(rule, both).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rounding_up_agrees_with_torch(dtype: torch.dtype) -> None:
+    values = torch.randn(500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = values * 10.0 ** torch.linspace(-9, 6, 500, dtype=torch.float64)
+    ends = torch.tensor([0.0, 1.0, 65504.0, -65504.0, 65520.0, -65520.0, 2.0**-24, -(2.0**-24), 2.0**-14, 3.3e38])
+    for value in [*values.tolist(), *ends.tolist()]:
+        nearest = torch.tensor(value, dtype=torch.float64).to(dtype)
+        if float(nearest) < value:
+            nearest = torch.nextafter(nearest, torch.tensor(math.inf, dtype=dtype))
+        assert round_up(value, dtype) == float(nearest), value
+
+
+def test_resolving_makes_no_tensors() -> None:
+    """It runs inside of hooks, whatever the default device there."""
+    x = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    node = x.clamp(-0.5, 0.1).grad_fn
+    with torch.device("meta"):
+        rule = resolve(node, "self", torch.bfloat16)
+        representatives(Rule("within", consts=(5.0, 5.25)), torch.float16)
+    assert rule.kind == "exact"
 
 
 def test_representatives_of_an_empty_range_are_finite() -> None:

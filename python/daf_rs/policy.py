@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from .exceptions import InvalidArgumentError
-from .policy_rule import KINDS, MAX_BITS, Rule, is_width, representatives, step_up, to_f32
+from .policy_rule import (
+    KINDS,
+    MAX_BITS,
+    Rule,
+    dtype_name,
+    is_width,
+    representatives,
+    round_up,
+    step_up,
+    to_f32,
+)
 from .policy_table import BOUNDARY, TABLE, UNKNOWN
 
 __all__ = [
@@ -179,17 +189,16 @@ def _resolve_power(name: str, rule: Rule, value: Any) -> Rule:
 
 
 def _representable(value: Any, dtype: Any) -> bool:
-    """Whether rounding `value` to the dtype (to f32 at the finest) leaves no doubt about comparisons."""
-    if value is None:
+    """Whether rounding `value` to the dtype leaves no doubt about comparisons with it.
+
+    Every kernel compares f32 tensors in f32; f16 and bf16 tensors some compare in f32 and some in their own type.
+    """
+    if value is None or dtype is None:
         return True
     value = float(value)
-    if math.isnan(value):
-        return False
-    if dtype is None or str(dtype) in ("torch.float32", "torch.float64"):
-        return True  # every kernel compares f32 tensors in f32
-    import torch
-
-    return bool(torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64) == value)
+    return not math.isnan(value) and (
+        dtype_name(dtype) not in ("float16", "bfloat16") or round_up(value, dtype) == value
+    )
 
 
 @lru_cache(maxsize=1)

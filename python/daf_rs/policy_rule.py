@@ -141,19 +141,50 @@ def representatives(rule: Rule, dtype: Any = None) -> tuple[float, float]:
     def is_set(x: float) -> bool:
         return nan_is_set if math.isnan(x) else low <= x <= high
 
-    trials = [1.0, 0.0, -1.0, 4.0, -4.0, _round_up(low, dtype), math.inf, -math.inf, math.nan]
+    trials = [1.0, 0.0, -1.0, 4.0, -4.0, round_up(low, dtype), math.inf, -math.inf, math.nan]
     chosen = next((x for x in trials if is_set(x)), 1.0)
     rest = next((x for x in [0.0, *trials] if not is_set(x)), 0.0)
     return chosen, rest
 
 
-def _round_up(value: float, dtype: Any) -> float:
-    """The smallest value of the dtype that is not below `value`."""
-    if dtype is None or not math.isfinite(value):
-        return value
-    import torch
+def dtype_name(dtype: Any) -> str:
+    """``"float32"`` of ``torch.float32`` (or of None, the default)."""
+    return "float32" if dtype is None else str(dtype).rpartition(".")[2]
 
-    rounded = torch.tensor(value, dtype=torch.float32).to(dtype)
-    if float(rounded) < value:
-        rounded = torch.nextafter(rounded, torch.tensor(math.inf, dtype=dtype))
-    return float(rounded)
+
+def round_up(value: float, dtype: Any) -> float:
+    """Returns the smallest value of the dtype that is not below `value`.
+
+    Without torch: this runs inside of hooks, where a default device or a mode may be in force.
+
+    >>> round_up(1.0, "float16"), round_up(1.0001, "float16"), round_up(-1.0001, "bfloat16")
+    (1.0, 1.0009765625, -1.0)
+    """
+    if not math.isfinite(value):
+        return value
+    value = _f32_up(value)
+    drop = {"float16": 13, "bfloat16": 16}.get(dtype_name(dtype), 0)
+    if drop == 13 and abs(value) < 2.0**-14:  # f16's subnormals are whole multiples of 2^-24
+        return math.ceil(value * 2.0**24) * 2.0**-24
+    word = _word(abs(value))
+    low = word & ((1 << drop) - 1)
+    word -= low
+    if low and value > 0.0:
+        word += 1 << drop
+    rounded = _float(word)
+    if drop == 13 and rounded > 65504.0:
+        rounded = math.inf if value > 0.0 else 65504.0
+    return math.copysign(rounded, value)
+
+
+def _f32_up(value: float) -> float:
+    rounded = to_f32(value)
+    return step_up(rounded) if rounded < value else rounded
+
+
+def _word(value: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def _float(word: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", word))[0])
