@@ -408,15 +408,13 @@ fn encode_one(py: Python<'_>, claim: &Claim, width: Option<Option<u8>>) -> PyRes
     let bytes = item.view.numel() * item.view.dtype.size();
     store.packed(bytes, started.elapsed());
     let Some(made) = made else {
-        return keep_with_row(
-            py,
-            saved,
-            &tensor,
-            version,
-            row,
-            "no lossless class is smaller than the tensor",
-            item,
-        );
+        // Where the policy asks for every bit, its reason says more than that no class fits.
+        let why = if claim.rule.kind == Kind::Exact {
+            claim.rule.why.clone()
+        } else {
+            text("no lossless class is smaller than the tensor")
+        };
+        return keep_with_row(py, saved, &tensor, version, row, &why, item);
     };
     if let Some(note) = made.note {
         row.why = text(note);
@@ -492,7 +490,7 @@ fn keep_with_row(
     tensor: &Bound<'_, PyAny>,
     version: Option<i64>,
     mut row: RowData,
-    why: &'static str,
+    why: &str,
     item: &Pending,
 ) -> PyResult<()> {
     row.shared = kept_already(item);
