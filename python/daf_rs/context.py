@@ -252,8 +252,8 @@ def _explain(error: RuntimeError) -> RuntimeError:
     """The refusal of torch with the way out."""
     return RuntimeError(
         f"{error}\ndaf_rs: torch.func's transforms and torch.autograd.graph.disable_saved_tensors_hooks cannot run "
-        "under saved-tensor hooks. Leave save_compressed around the other parts of the step, or use torch.autograd.grad "
-        "and torch.autograd.functional, which work inside it."
+        "under saved-tensor hooks. Leave save_compressed around the other parts of the step, or use "
+        "torch.autograd.grad and torch.autograd.functional, which work inside it."
     )
 
 
