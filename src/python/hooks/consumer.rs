@@ -228,28 +228,40 @@ const VIEWS: [&str; 14] = [
 ];
 const PREFIX: &str = "_raw_saved_";
 
-static TYPES: Mutex<Option<HashMap<usize, Arc<NodeType>>>> = Mutex::new(None);
+/// Known types by the address of the type object; types that several operations share (C++ custom functions) also by name.
+type Types = HashMap<(usize, Option<Arc<str>>), Arc<NodeType>>;
+
+/// The Python type of every custom function that is written in C++.
+const SHARED_TYPE: &str = "CppFunction";
+
+static TYPES: Mutex<Option<Types>> = Mutex::new(None);
 static BOUNDARY: PyOnceLock<Arc<Rule>> = PyOnceLock::new();
 static UNKNOWN: PyOnceLock<Arc<Rule>> = PyOnceLock::new();
 
-fn cached(key: usize) -> Option<Arc<NodeType>> {
+fn cached(key: &(usize, Option<Arc<str>>)) -> Option<Arc<NodeType>> {
     TYPES
         .lock()
         .unwrap_or_else(PoisonError::into_inner)
         .as_ref()?
-        .get(&key)
+        .get(key)
         .cloned()
 }
 
 /// The node's type, with its saved fields and their rules.
 pub(crate) fn node_type(node: &Bound<'_, PyAny>) -> PyResult<Arc<NodeType>> {
     let class = node.get_type();
-    let key = class.as_ptr() as usize;
-    if let Some(known) = cached(key) {
+    let mut key = (class.as_ptr() as usize, None);
+    if let Some(known) = cached(&key) {
         return Ok(known);
     }
     let py = node.py();
     let name: String = node.call_method0(pyo3::intern!(py, "name"))?.extract()?;
+    if class.name()? == SHARED_TYPE {
+        key.1 = Some(name.as_str().into());
+        if let Some(known) = cached(&key) {
+            return Ok(known);
+        }
+    }
     let mut fields = Vec::new();
     for attribute in node.dir()?.iter() {
         let attribute: String = attribute.extract()?;

@@ -248,13 +248,16 @@ impl Store {
 
     /// Finds out which storages live without us: plain PyTorch would not hold them for backward alone.
     pub(crate) fn settle(&self, py: Python<'_>, api: &TorchApi) -> PyResult<()> {
+        let here = std::thread::current().id();
         let open: Vec<(Arc<StorageRecord>, Vec<u64>)> = self.tables(|tables| {
             tables
                 .storages
                 .values()
                 .filter(|entry| {
-                    entry.record.handles.load(Ordering::Relaxed) > 0
-                        && !entry.record.settled.load(Ordering::Relaxed)
+                    let record = &entry.record;
+                    record.thread == here
+                        && record.handles.load(Ordering::Relaxed) > 0
+                        && !record.settled.load(Ordering::Relaxed)
                 })
                 .map(|entry| (entry.record.clone(), entry.slots.clone()))
                 .collect()

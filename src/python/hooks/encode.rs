@@ -350,7 +350,7 @@ fn encode_one(py: Python<'_>, claim: &Claim, width: Option<Option<u8>>) -> PyRes
             entry.slots.push(slot);
         }
     });
-    let need = need_of(store, claim, width, known.alive);
+    let need = need_of(store, claim, width, known.alive && item.constant);
     let shape = shape_of(item);
     let need = match need {
         Need::Lossless | Need::Mask(..) | Need::Value { .. } if kept_already(item) => {

@@ -109,6 +109,7 @@ impl Drop for Saved {
 /// What unpacking copies out of a state before it calls Python.
 enum Task {
     Return(Py<PyAny>, Option<i64>),
+    Detach(Py<PyAny>, Option<i64>),
     Decode(Arc<Blob>, Want, u8, Shape),
     Allocate(Shape),
     Raise(i64, i64),
@@ -127,9 +128,8 @@ pub(crate) fn unpack<'py>(
         super::pending::learn(py, api, saved)?;
     }
     let task = saved.look(|state| match state {
-        State::Pending(kept) | State::Kept(kept) => {
-            Task::Return(kept.tensor.clone_ref(py), kept.version)
-        }
+        State::Pending(kept) => Task::Detach(kept.tensor.clone_ref(py), kept.version),
+        State::Kept(kept) => Task::Return(kept.tensor.clone_ref(py), kept.version),
         State::Coded {
             blob,
             want,
@@ -140,15 +140,9 @@ pub(crate) fn unpack<'py>(
         State::Lost { found, expected } => Task::Raise(*found, *expected),
     });
     match task {
-        Task::Return(tensor, version) => {
-            let tensor = tensor.into_bound(py);
-            if let Some(expected) = version {
-                let found: i64 = tensor.getattr(pyo3::intern!(py, "_version"))?.extract()?;
-                if found != expected {
-                    return Err(modified(found, expected));
-                }
-            }
-            Ok(tensor)
+        Task::Return(tensor, version) => checked(tensor.into_bound(py), version),
+        Task::Detach(tensor, version) => {
+            checked(tensor.into_bound(py), version)?.call_method0(pyo3::intern!(py, "detach"))
         }
         Task::Decode(blob, want, bits, shape) => {
             decode(py, api, &saved.store, &blob, want, bits, &shape)
@@ -156,6 +150,19 @@ pub(crate) fn unpack<'py>(
         Task::Allocate(shape) => Ok(allocate(py, api, &shape)?.0),
         Task::Raise(found, expected) => Err(modified(found, expected)),
     }
+}
+
+/// The tensor, if nobody modified it since it was saved.
+fn checked(tensor: Bound<'_, PyAny>, version: Option<i64>) -> PyResult<Bound<'_, PyAny>> {
+    if let Some(expected) = version {
+        let found: i64 = tensor
+            .getattr(pyo3::intern!(tensor.py(), "_version"))?
+            .extract()?;
+        if found != expected {
+            return Err(modified(found, expected));
+        }
+    }
+    Ok(tensor)
 }
 
 /// PyTorch's own error for a saved tensor that was modified in place.

@@ -6,6 +6,7 @@
 use super::super::torch_api::TorchApi;
 use pyo3::prelude::*;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::ThreadId;
 
 /// One storage that autograd saved something of.
 #[derive(Debug)]
@@ -20,6 +21,8 @@ pub(crate) struct StorageRecord {
     pub(crate) aliases: AtomicUsize,
     /// Somebody else keeps the storage alive: plain PyTorch would not hold it for backward alone.
     pub(crate) alive_elsewhere: AtomicBool,
+    /// The thread that saved it first: only there is it known when a forward is over.
+    pub(crate) thread: ThreadId,
     /// Looked at since the last save: `alive_elsewhere` is final.
     pub(crate) settled: AtomicBool,
 }
@@ -48,6 +51,7 @@ impl StorageRecord {
             handles: AtomicUsize::new(0),
             aliases: AtomicUsize::new(0),
             alive_elsewhere: AtomicBool::new(false),
+            thread: std::thread::current().id(),
             settled: AtomicBool::new(false),
         })
     }
