@@ -15,9 +15,13 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(test)]
+mod column_tests;
 pub mod isa;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+#[cfg(test)]
+mod parity;
 mod prefetch;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod range;

@@ -4,7 +4,9 @@
 //! Every function here is `#[target_feature]`: it may be called where the CPU has these features, which [`super::for_isa`] makes sure of.
 //! Functions in the tables further require what the methods of [`super::KernelTable`] check.
 
+mod cols;
 mod dequantize;
+mod lanes;
 mod quantize;
 mod range;
 
@@ -12,15 +14,20 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
+use lanes::MaskedLanes;
+
 use super::rng::{Key, MUL_1, MUL_2};
 use super::{Element, Isa, KernelTable, PlaneTable, scalar_planes};
 
 /// The kernels of this level over elements of type `T`.
-pub(super) const fn table<T: Lanes>() -> KernelTable<T> {
+pub(super) const fn table<T: MaskedLanes>() -> KernelTable<T> {
     KernelTable {
         range_rows: range::range_rows,
         quantize_rows: quantize::quantize_rows,
         dequantize_rows: dequantize::dequantize_rows,
+        range_cols: cols::range,
+        quantize_cols: cols::quantize,
+        dequantize_cols: cols::dequantize,
         ..KernelTable::scalar(Isa::Avx512)
     }
 }
