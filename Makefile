@@ -39,10 +39,14 @@ $(DEPS_STAMP): pyproject.toml constraints.txt
 	$(VPY) -m pip install --quiet --progress-bar off --constraint constraints.txt --group dev
 	@touch $@
 
-# The editable installation points to python/daf_rs, so only Rust sources ask for a new build.
-$(BUILD_STAMP): $(DEPS_STAMP) $(NATIVE_SOURCES)
+# The editable installation points to python/daf_rs, so only Rust sources (or a module that is gone) ask for a new build.
+NATIVE_MODULE := python/daf_rs/_native.abi3.so
+$(BUILD_STAMP): $(DEPS_STAMP) $(NATIVE_SOURCES) $(if $(wildcard $(NATIVE_MODULE)),,FORCE)
 	$(IN_VENV) $(VPY) -m maturin develop --release --locked --extras demo
 	@touch $@
+
+.PHONY: FORCE
+FORCE:
 
 .PHONY: dev
 dev: $(BUILD_STAMP) ## Create .venv, install what development needs, build the native module

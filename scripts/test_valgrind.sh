@@ -21,8 +21,9 @@ fi
 valgrind --version
 host=$(rustc -vV | awk '/^host:/ { print $2 }')
 runner=CARGO_TARGET_$(tr 'a-z-' 'A-Z_' <<<"$host")_RUNNER
-export "$runner=valgrind --quiet --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite"
+export "$runner=valgrind --quiet --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite --show-leak-kinds=definite"
 export DAF_ISA="${DAF_ISA:-avx2}"
 export PROPTEST_CASES="${PROPTEST_CASES:-4}"
 echo "== valgrind, DAF_ISA=$DAF_ISA"
-cargo test --locked --no-default-features --lib --tests "$@"
+# valgrind emulates MXCSR's rounding mode but not its denormal modes, which this test sets.
+cargo test --locked --no-default-features --lib --tests "$@" -- --skip the_guard_enters_the_default_environment

@@ -19,10 +19,9 @@ LONG_FILES: dict[str, str] = {}
 # The only places that may say `unsafe`: what they have in common is raw memory that a safe type cannot describe.
 UNSAFE_PLACES = {
     "src/kernels/": "SIMD intrinsics: loads and stores through pointers, calls of functions with target features",
-    "src/codec/source.rs": "the checked views of a caller's memory",
+    "src/codec/access.rs": "the checked views of a caller's memory",
     "src/pool/": "memory mapped from the system",
     "src/python/": "addresses of tensors, CPython's C interface",
-    "benches/": "memcpy as the yardstick",
     "tests/rust/": "views over the tests' own memory",
 }
 
@@ -115,6 +114,11 @@ def test_unsafe_only_in_listed_places():
     assert offenders(r"\bunsafe\b", tuple(UNSAFE_PLACES), "src/", "benches/", "tests/rust/") == []
 
 
+def test_every_listed_place_for_unsafe_exists_and_needs_it():
+    for place in UNSAFE_PLACES:
+        assert any(re.search(r"\bunsafe\b", rust_code(path)) for path in sources(".rs", place)), place
+
+
 def test_dependencies_point_one_way():
     wrong = []
     for path in sources(".rs", "src/"):
@@ -132,9 +136,10 @@ def test_dependencies_point_one_way():
 
 
 def test_kernels_neither_allocate_nor_start_threads():
+    # isa.rs, asked once per process, lists the levels in a Vec.
     pattern = r"\bVec::|\bvec!|\bBox::new\b|\bthread::|\.to_vec\(\)|\bcollect::<Vec"
     wrong = [path for path in sources(".rs", "src/kernels/") if re.search(pattern, without_tests(rust_code(path)))]
-    assert [path for path in wrong if not Path(path).stem.startswith("test")] == []
+    assert [path for path in wrong if Path(path).stem not in {"isa", "tests"}] == []
 
 
 def test_native_module_has_few_importers():
@@ -170,7 +175,14 @@ def test_no_file_is_named_for_no_purpose():
 
 def test_no_open_ends():
     # The words are put together here so that this file does not contain them.
-    words = ["TO" + "DO", "FIX" + "ME", "XX" + "X", "todo" + "!(", "unimplemented" + "!(", "NotImplemented" + "Error"]
+    words = [
+        "TO" + "DO",
+        "FIX" + "ME",
+        "XX" + "X",
+        "todo" + "!(",
+        "unimplemented" + "!(",
+        "raise NotImplemented" + "Error",
+    ]
     found = [
         f"{path}: {word}"
         for path in tracked_files()
