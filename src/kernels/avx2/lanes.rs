@@ -1,0 +1,185 @@
+//! Loads and stores of 8 elements as f32.
+
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use crate::kernels::{Element, Prefetch};
+
+/// Loads and stores of 8 elements, or the first of them, as f32.
+pub(in crate::kernels) trait Lanes: Element {
+    /// # Safety
+    /// 8 elements can be read at `ptr`.
+    unsafe fn load(ptr: *const Self) -> __m256;
+
+    /// The first `n` elements (up to 8), 0 in the other lanes.
+    ///
+    /// # Safety
+    /// `n` elements can be read at `ptr`, and `n` is at most 8; nothing is read behind them.
+    unsafe fn load_first(n: usize, ptr: *const Self) -> __m256;
+
+    /// Clamps to the finite range and rounds to nearest even, for the half types.
+    ///
+    /// # Safety
+    /// 8 elements can be written at `ptr`.
+    unsafe fn store(ptr: *mut Self, x: __m256);
+
+    /// As `store`, the first `n` lanes (up to 8).
+    ///
+    /// # Safety
+    /// `n` elements can be written at `ptr`, and `n` is at most 8; nothing is written behind them.
+    unsafe fn store_first(n: usize, ptr: *mut Self, x: __m256);
+
+    /// As `store`, past the caches.
+    ///
+    /// # Safety
+    /// 8 elements can be written at `ptr`, which is aligned to their size.
+    unsafe fn stream(ptr: *mut Self, x: __m256);
+}
+
+/// All bits set in the first `n` of 8 lanes; `n` is at most 8.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn first(n: usize) -> __m256i {
+    let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), lanes)
+}
+
+impl Lanes for f32 {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+    unsafe fn load(ptr: *const f32) -> __m256 {
+        // SAFETY: the caller gives 8 readable elements.
+        unsafe { _mm256_loadu_ps(ptr) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+    unsafe fn load_first(n: usize, ptr: *const f32) -> __m256 {
+        // SAFETY: the caller gives n readable elements; other lanes are not read.
+        unsafe { _mm256_maskload_ps(ptr, first(n)) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+    unsafe fn store(ptr: *mut f32, x: __m256) {
+        // SAFETY: the caller gives room for 8 elements.
+        unsafe { _mm256_storeu_ps(ptr, x) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+    unsafe fn store_first(n: usize, ptr: *mut f32, x: __m256) {
+        // SAFETY: the caller gives room for n elements; other lanes are not written.
+        unsafe { _mm256_maskstore_ps(ptr, first(n), x) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+    unsafe fn stream(ptr: *mut f32, x: __m256) {
+        // SAFETY: the caller gives room for 8 elements, aligned to 32 bytes.
+        unsafe { _mm256_stream_ps(ptr, x) }
+    }
+}
+
+/// The 16-bit types differ in the conversions only.
+macro_rules! half_lanes {
+    ($T:ty, $from:path, $to:path) => {
+        impl Lanes for $T {
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+            unsafe fn load(ptr: *const $T) -> __m256 {
+                // SAFETY: the caller gives 8 readable elements of 2 bytes.
+                $from(unsafe { _mm_loadu_si128(ptr.cast()) })
+            }
+
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+            unsafe fn load_first(n: usize, ptr: *const $T) -> __m256 {
+                let mut all = [<$T>::ZERO; 8];
+                // SAFETY: the caller gives n <= 8 readable elements; the array has 16 bytes.
+                unsafe {
+                    all.as_mut_ptr().copy_from_nonoverlapping(ptr, n);
+                    $from(_mm_loadu_si128(all.as_ptr().cast()))
+                }
+            }
+
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+            unsafe fn store(ptr: *mut $T, x: __m256) {
+                // SAFETY: the caller gives room for 8 elements of 2 bytes.
+                unsafe { _mm_storeu_si128(ptr.cast(), $to(x)) }
+            }
+
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+            unsafe fn store_first(n: usize, ptr: *mut $T, x: __m256) {
+                let mut all = [<$T>::ZERO; 8];
+                // SAFETY: the array has 16 bytes; the caller gives room for n <= 8 elements.
+                unsafe {
+                    _mm_storeu_si128(all.as_mut_ptr().cast(), $to(x));
+                    ptr.copy_from_nonoverlapping(all.as_ptr(), n);
+                }
+            }
+
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+            unsafe fn stream(ptr: *mut $T, x: __m256) {
+                // SAFETY: the caller gives room for 8 elements of 2 bytes, aligned to 16.
+                unsafe { _mm_stream_si128(ptr.cast(), $to(x)) }
+            }
+        }
+    };
+}
+
+half_lanes!(f16, _mm256_cvtph_ps, to_f16);
+half_lanes!(bf16, from_bf16, to_bf16);
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn clamp(x: __m256, limit: f32) -> __m256 {
+    _mm256_min_ps(
+        _mm256_max_ps(x, _mm256_set1_ps(-limit)),
+        _mm256_set1_ps(limit),
+    )
+}
+
+/// The nearest finite binary16 values, ties to even.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn to_f16(x: __m256) -> __m128i {
+    _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(clamp(x, f16::MAX.to_f32_const()))
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn from_bf16(x: __m128i) -> __m256 {
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(x)))
+}
+
+/// The nearest finite bfloat16 values, ties to even.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn to_bf16(x: __m256) -> __m128i {
+    let bits = _mm256_castps_si256(clamp(x, bf16::MAX.to_f32_const()));
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    let upper = _mm256_srli_epi32::<16>(rounded);
+    // Packing works within 128-bit halves: words of quarters 0 and 2 come first.
+    let packed = _mm256_packus_epi32(upper, upper);
+    _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b1000>(packed))
+}
+
+/// Fetches up to `lines` lines of what comes next into the second-level cache.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+#[allow(unused_unsafe, reason = "the intrinsic is safe in newer toolchains")]
+pub(super) fn fetch(ahead: &mut Prefetch, lines: usize) {
+    for _ in 0..lines {
+        let Some(line) = ahead.next_line() else {
+            return;
+        };
+        // SAFETY: a prefetch is a hint and never faults, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
+    }
+}
