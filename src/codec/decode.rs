@@ -201,10 +201,13 @@ impl<T: Element> Decoder<'_, T> {
             ..
         } = scratch;
         let planes = self.code_planes(&view, block, staging)?;
-        // What a zero plane still changes stays in the cache.
-        let stream = self.stream && zero.is_none();
-        for (i, part) in dst.chunks_mut(CHUNK).enumerate() {
-            let (slot, first) = (i * CHUNK, i * CHUNK / group);
+        // What a zero plane still changes stays in the cache; else a block is one call, as streamed stores are waited for at its end.
+        let (stream, chunk) = match zero {
+            Some(_) => (false, CHUNK),
+            None => (self.stream, super::geometry::BLOCK),
+        };
+        for (i, part) in dst.chunks_mut(chunk).enumerate() {
+            let (slot, first) = (i * chunk, i * chunk / group);
             let (c0, step) = (&params.m[first..], &params.s[first..]);
             self.table.dequantize_rows(
                 &planes,

@@ -19,8 +19,8 @@ pub enum Isa {
     Neon,
     /// x86-64 with AVX2, FMA, F16C, BMI2 and POPCNT (Haswell, Zen 1 and later).
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ, VL and VBMI on top of [`Isa::Avx2`] (Ice Lake, Zen 4 and later). CPUs with AVX-512 but without
-    /// VBMI use [`Isa::Avx2`]: they lower their clock for 512-bit vectors and lack the byte permute that these kernels live on.
+    /// x86-64 with AVX-512 F, BW, DQ, VL, VBMI and GFNI on top of [`Isa::Avx2`] (Ice Lake, Zen 4 and later). CPUs with AVX-512 but without
+    /// VBMI use [`Isa::Avx2`]: they lower their clock for 512-bit vectors and lack the byte permutes that these kernels live on.
     Avx512,
 }
 
@@ -125,6 +125,7 @@ fn detect(isa: Isa) -> bool {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl")
                 && is_x86_feature_detected!("avx512vbmi")
+                && is_x86_feature_detected!("gfni")
         }
     }
 }

@@ -15,7 +15,7 @@ struct Decoder {
 impl Decoder {
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     fn new(params: &CodeParams) -> Decoder {
         Decoder {
@@ -28,7 +28,7 @@ impl Decoder {
     /// The values of 64 codes in element order, 16 a vector.
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     fn unit<const DITHERED: bool>(
         &self,
@@ -70,22 +70,121 @@ impl Decoder {
     }
 }
 
-/// Collects 64 codes from their planes.
+/// For each byte 8 j + 7 - k, where byte j of qword k lies: takes 8 planes of 64 slots to 8 bit matrices of 8 slots.
+const TO_MATRICES: [u8; 64] = {
+    let mut table = [0; 64];
+    let mut j = 0;
+    while j < 8 {
+        let mut k = 0;
+        while k < 8 {
+            table[8 * j + 7 - k] = (8 * k + j) as u8;
+            k += 1;
+        }
+        j += 1;
+    }
+    table
+};
+
+/// 64 codes in element order from their planes: qword k is plane k.
+#[inline]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+fn codes(planes: __m512i) -> __m512i {
+    // The instruction gives bit i of byte p of a qword the parity of (byte 7 - i of the matrix) & (byte p of the operand). With 1 << p
+    // there and plane i in the matrix, that is the bit of slot p in plane i.
+    let matrices = _mm512_permutexvar_epi8(permutation(&TO_MATRICES), planes);
+    let slots = _mm512_set1_epi64(0x8040_2010_0804_0201_u64 as i64);
+    _mm512_gf2p8affine_epi64_epi8::<0>(slots, matrices)
+}
+
+/// The planes of 64 slots, one a qword; those from `B` on are 0.
 ///
 /// # Safety
 /// 8 bytes can be read at `src + k * stride` for each k below `B`.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
-unsafe fn load_planes<const B: usize>(src: *const u8, stride: usize) -> __m512i {
-    let mut q = _mm512_setzero_si512();
-    for k in 0..B {
+unsafe fn load_unit<const B: usize>(src: *const u8, stride: usize) -> __m512i {
+    let mut words = [0u64; 8];
+    for (k, word) in words.iter_mut().enumerate().take(B) {
         // SAFETY: the caller gives 8 readable bytes in each plane.
-        let bits = unsafe { src.add(k * stride).cast::<u64>().read_unaligned() };
-        q = _mm512_mask_add_epi8(q, bits, q, _mm512_set1_epi8((1u8 << k) as i8));
+        *word = unsafe { src.add(k * stride).cast::<u64>().read_unaligned() };
     }
-    q
+    // SAFETY: the array has 64 bytes.
+    unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
+}
+
+/// As [`load_unit`] for eight units, a line of each plane. Loads of single words between the stores of values would often wait, since the
+/// store buffer then holds an address with the same low 12 bits.
+///
+/// # Safety
+/// 64 bytes can be read at `src + k * stride` for each k below `B`.
+#[inline]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+unsafe fn load_units<const B: usize>(src: *const u8, stride: usize) -> [__m512i; 8] {
+    let mut rows = [_mm512_setzero_si512(); 8];
+    for (k, row) in rows.iter_mut().enumerate().take(B) {
+        // SAFETY: the caller gives 64 readable bytes in each plane.
+        *row = unsafe { _mm512_loadu_si512(src.add(k * stride).cast()) };
+    }
+    let pairs = |a: usize| {
+        (
+            _mm512_unpacklo_epi64(rows[a], rows[a + 1]),
+            _mm512_unpackhi_epi64(rows[a], rows[a + 1]),
+        )
+    };
+    let (even01, odd01) = pairs(0);
+    let (even23, odd23) = pairs(2);
+    let (even45, odd45) = pairs(4);
+    let (even67, odd67) = pairs(6);
+    let mut units = [_mm512_setzero_si512(); 8];
+    for (u, unit) in units.iter_mut().enumerate() {
+        let pair = |even, odd| if u % 2 == 0 { even } else { odd };
+        let lane = (u / 2 * 2) as i64;
+        let index = _mm512_setr_epi64(lane, lane + 1, lane + 8, lane + 9, 0, 0, 0, 0);
+        let low =
+            _mm512_maskz_permutex2var_epi64(0x0f, pair(even01, odd01), index, pair(even23, odd23));
+        *unit = if B <= 4 {
+            low
+        } else {
+            let high = _mm512_permutex2var_epi64(pair(even45, odd45), index, pair(even67, odd67));
+            _mm512_inserti64x4::<1>(low, _mm512_castsi512_si256(high))
+        };
+    }
+    units
+}
+
+/// Which group each step of 32 elements belongs to.
+struct Groups {
+    group: usize,
+    current: usize,
+    left: usize,
+}
+
+impl Groups {
+    fn new(group: usize) -> Groups {
+        Groups {
+            group,
+            current: 0,
+            left: group,
+        }
+    }
+
+    /// The next step's group.
+    #[inline(always)]
+    fn next(&mut self) -> usize {
+        let now = self.current;
+        self.left -= 32;
+        if self.left == 0 {
+            self.left = self.group;
+            self.current += 1;
+        }
+        now
+    }
 }
 
 #[expect(
@@ -93,7 +192,7 @@ unsafe fn load_planes<const B: usize>(src: *const u8, stride: usize) -> __m512i 
     reason = "the signature that all levels share"
 )]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 pub(in crate::kernels) fn dequantize_rows<T: Lanes>(
     planes: &PlaneSrc<'_>,
@@ -123,7 +222,7 @@ pub(in crate::kernels) fn dequantize_rows<T: Lanes>(
     reason = "the signature that all levels share"
 )]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
     planes: &PlaneSrc<'_>,
@@ -141,38 +240,45 @@ fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
     let stream = stream && (dst.as_ptr() as usize).is_multiple_of(64);
     assert!(slot0 / 8 + units * 8 <= planes.plane_bytes() && B <= planes.planes());
     let (base, stride) = (planes.as_ptr(), planes.stride());
-    let per_group = group / UNIT;
-    let mut unit = 0;
-    while unit < units {
-        let g = unit * UNIT / group;
-        let h = (unit * UNIT + UNIT / 2) / group;
-        let (c2, step2) = (
+    let mut groups = Groups::new(group);
+    let parameters = |g: usize, h: usize| {
+        (
             [c0[g], c0[h]].map(|x| _mm512_set1_ps(x)),
             [step[g], step[h]].map(|x| _mm512_set1_ps(x)),
-        );
-        let end = if group.is_multiple_of(UNIT) {
-            units.min((g + 1) * per_group)
-        } else {
-            unit + 1
-        };
-        while unit < end {
-            let first = first_step.wrapping_add(2 * unit as u32);
-            // SAFETY: unit < units, so each plane has 8 bytes at this place, as asserted, and 64 elements can be written behind it, which is
-            // a multiple of the unit's bytes behind `dst`, so aligned as `dst` is.
+        )
+    };
+    let mut write = |unit: usize, planes: __m512i| {
+        let (c2, step2) = parameters(groups.next(), groups.next());
+        let first = first_step.wrapping_add(2 * unit as u32);
+        let values = decoder.unit::<DITHERED>(codes(planes), c2, step2, first);
+        debug_assert!(unit < units);
+        for (i, x) in values.into_iter().enumerate() {
+            // SAFETY: unit < units, so 64 elements can be written behind it, which is a multiple of the vectors' bytes behind `dst`, so
+            // aligned as `dst` is.
             unsafe {
-                let q = load_planes::<B>(base.add(slot0 / 8 + unit * 8), stride);
-                let values = decoder.unit::<DITHERED>(q, c2, step2, first);
-                let to = dst.as_mut_ptr().add(unit * UNIT);
-                for (i, x) in values.into_iter().enumerate() {
-                    if stream {
-                        T::stream(to.add(16 * i), x);
-                    } else {
-                        T::store(to.add(16 * i), x);
-                    }
+                let to = dst.as_mut_ptr().add(unit * UNIT + 16 * i);
+                if stream {
+                    T::stream(to, x);
+                } else {
+                    T::store(to, x);
                 }
             }
-            unit += 1;
         }
+    };
+    let mut unit = 0;
+    while unit + 8 <= units {
+        // SAFETY: each plane has 64 bytes at this place, as asserted above.
+        let eight = unsafe { load_units::<B>(base.add(slot0 / 8 + unit * 8), stride) };
+        for (u, planes) in eight.into_iter().enumerate() {
+            write(unit + u, planes);
+        }
+        unit += 8;
+    }
+    while unit < units {
+        // SAFETY: each plane has 8 bytes at this place, as asserted above.
+        let one = unsafe { load_unit::<B>(base.add(slot0 / 8 + unit * 8), stride) };
+        write(unit, one);
+        unit += 1;
     }
     if stream {
         // Other threads see streamed stores only in order behind this.
@@ -187,21 +293,16 @@ fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
             let len = tail.len().min(8);
             bytes[..len].copy_from_slice(&tail[..len]);
         }
-        let g = done / group;
-        let h = ((done + UNIT / 2) / group).min(c0.len() - 1);
-        let (c2, step2) = (
-            [c0[g], c0[h]].map(|x| _mm512_set1_ps(x)),
-            [step[g], step[h]].map(|x| _mm512_set1_ps(x)),
-        );
+        let (g, h) = (done / group, (done + UNIT / 2) / group);
+        let (c2, step2) = parameters(g, h.min(c0.len() - 1));
+        // SAFETY: `bytes` has B times 8 bytes 8 apart.
+        let one = unsafe { load_unit::<B>(bytes.as_ptr().cast(), 8) };
+        let first = first_step.wrapping_add(2 * units as u32);
+        let values = decoder.unit::<DITHERED>(codes(one), c2, step2, first);
         let mut padded = [T::zeroed(); UNIT];
-        // SAFETY: `bytes` has B times 8 bytes 8 apart, and `padded` has 64 elements.
-        unsafe {
-            let q = load_planes::<B>(bytes.as_ptr().cast(), 8);
-            let values =
-                decoder.unit::<DITHERED>(q, c2, step2, first_step.wrapping_add(2 * units as u32));
-            for (i, x) in values.into_iter().enumerate() {
-                T::store(padded.as_mut_ptr().add(16 * i), x);
-            }
+        for (i, x) in values.into_iter().enumerate() {
+            // SAFETY: `padded` has 64 elements.
+            unsafe { T::store(padded.as_mut_ptr().add(16 * i), x) };
         }
         dst[done..].copy_from_slice(&padded[..rest]);
     }

@@ -1,4 +1,4 @@
-//! AVX-512 kernels (F, BW, DQ, VL, VBMI and what AVX2 CPUs have).
+//! AVX-512 kernels (F, BW, DQ, VL, VBMI, GFNI and what AVX2 CPUs have).
 //!
 //! # Safety
 //! Every function here is `#[target_feature]`: it may be called where the CPU has these features, which [`super::for_isa`] makes sure of.
@@ -42,7 +42,7 @@ pub(super) const fn plane_table() -> PlaneTable {
 
 /// Copies past the caches whole lines of `dst`.
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn copy(src: &[u8], dst: &mut [u8]) {
     assert_eq!(src.len(), dst.len());
@@ -87,7 +87,7 @@ pub(super) trait Lanes: Element {
 impl Lanes for f32 {
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn load(ptr: *const f32) -> __m512 {
         // SAFETY: the caller gives 16 readable elements.
@@ -96,7 +96,7 @@ impl Lanes for f32 {
 
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn store(ptr: *mut f32, x: __m512) {
         // SAFETY: the caller gives room for 16 elements.
@@ -105,7 +105,7 @@ impl Lanes for f32 {
 
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn stream(ptr: *mut f32, x: __m512) {
         // SAFETY: the caller gives room for 16 elements, aligned to 64 bytes.
@@ -116,7 +116,7 @@ impl Lanes for f32 {
 impl Lanes for f16 {
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn load(ptr: *const f16) -> __m512 {
         // SAFETY: the caller gives 16 readable elements of 2 bytes.
@@ -125,7 +125,7 @@ impl Lanes for f16 {
 
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn store(ptr: *mut f16, x: __m512) {
         // SAFETY: the caller gives room for 16 elements of 2 bytes.
@@ -134,7 +134,7 @@ impl Lanes for f16 {
 
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn stream(ptr: *mut f16, x: __m512) {
         // SAFETY: the caller gives room for 16 elements of 2 bytes, aligned to 32.
@@ -145,7 +145,7 @@ impl Lanes for f16 {
 impl Lanes for bf16 {
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn load(ptr: *const bf16) -> __m512 {
         // SAFETY: the caller gives 16 readable elements of 2 bytes.
@@ -155,7 +155,7 @@ impl Lanes for bf16 {
 
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn store(ptr: *mut bf16, x: __m512) {
         // SAFETY: the caller gives room for 16 elements of 2 bytes.
@@ -164,7 +164,7 @@ impl Lanes for bf16 {
 
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn stream(ptr: *mut bf16, x: __m512) {
         // SAFETY: the caller gives room for 16 elements of 2 bytes, aligned to 32.
@@ -175,7 +175,7 @@ impl Lanes for bf16 {
 /// The nearest finite binary16 values, ties to even.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn to_f16(x: __m512) -> __m256i {
     let limit = f16::MAX.to_f32_const();
@@ -189,7 +189,7 @@ fn to_f16(x: __m512) -> __m256i {
 /// The nearest finite bfloat16 values, ties to even. By hand: the conversion instruction flushes subnormals to zero.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn to_bf16(x: __m512) -> __m256i {
     let limit = bf16::MAX.to_f32_const();
@@ -206,7 +206,7 @@ fn to_bf16(x: __m512) -> __m256i {
 /// The random words of the two steps that begin at `step`: lane i is word `8 * step + i`.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn words(key: Key, step: u32) -> __m512i {
     let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -267,7 +267,7 @@ const TO_ELEMENTS: [u8; 64] = {
 /// A table of byte positions as a vector.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn permutation(bytes: &[u8; 64]) -> __m512i {
     // SAFETY: the array has 64 bytes.

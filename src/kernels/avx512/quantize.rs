@@ -17,7 +17,7 @@ struct Encoder {
 impl Encoder {
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     fn new(params: &CodeParams) -> Encoder {
         Encoder {
@@ -33,7 +33,7 @@ impl Encoder {
     /// 64 elements can be read at `src`.
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn unit<T: Lanes, const NEAREST: bool>(
         &self,
@@ -82,7 +82,7 @@ fn coded_mask(inv_low: f32, inv_high: f32) -> u64 {
 /// 8 bytes can be written at `dst + k * PLANE_STRIDE` for each k below `B`.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 unsafe fn store_planes<const B: usize>(q: __m512i, dst: *mut u8) {
     for k in 0..B {
@@ -101,7 +101,7 @@ unsafe fn store_planes<const B: usize>(q: __m512i, dst: *mut u8) {
     reason = "the signature that all levels share"
 )]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 pub(in crate::kernels) fn quantize_rows<T: Lanes>(
     src: &[T],
@@ -131,7 +131,7 @@ pub(in crate::kernels) fn quantize_rows<T: Lanes>(
     reason = "the signature that all levels share"
 )]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn quantize_bits<T: Lanes, const B: usize, const NEAREST: bool>(
     src: &[T],

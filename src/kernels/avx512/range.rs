@@ -9,7 +9,7 @@ use crate::kernels::range::{Found, judge};
 use crate::kernels::scalar;
 
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 pub(in crate::kernels) fn range_rows<T: Lanes>(
     src: &[T],
@@ -87,7 +87,7 @@ macro_rules! for_each_vector {
 /// Signed and unsigned maximum of 16 words or more.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn maxima32(src: &[u32], ahead: RowsAhead) -> (i32, u32) {
     let (mut s, mut u) = (_mm512_set1_epi32(i32::MIN), _mm512_setzero_si512());
@@ -112,7 +112,7 @@ fn maxima32(src: &[u32], ahead: RowsAhead) -> (i32, u32) {
 /// Signed and unsigned maximum of 32 words or more.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn maxima16(src: &[u16], ahead: RowsAhead) -> (i16, u16) {
     let (mut s, mut u) = (_mm512_set1_epi16(i16::MIN), _mm512_setzero_si512());
@@ -139,7 +139,7 @@ fn maxima16(src: &[u16], ahead: RowsAhead) -> (i16, u16) {
 /// The bits whose distance above `bias` is smallest, of 16 words or more.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn minimum32(src: &[u32], bias: u32) -> u32 {
     let b = _mm512_set1_epi32(bias as i32);
@@ -151,7 +151,7 @@ fn minimum32(src: &[u32], bias: u32) -> u32 {
 /// The bits whose distance above `bias` is smallest, of 32 words or more.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn minimum16(src: &[u16], bias: u16) -> u16 {
     let b = _mm512_set1_epi16(bias as i16);
