@@ -15,7 +15,7 @@ use crate::kernels::{Key, Prefetch, plane_len};
 /// # Safety
 /// The CPU has this level's features; arguments as [`super::KernelTable::range_cols`] checks them.
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 pub(super) unsafe fn range<T: MaskedLanes>(
     columns: &Columns<'_, T>,
@@ -43,7 +43,7 @@ pub(super) unsafe fn range<T: MaskedLanes>(
 /// # Safety
 /// As [`range`]; the width is more than 16 * (N - 1) and at most 16 * N.
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 unsafe fn range_n<T: MaskedLanes, const N: usize>(
     columns: &Columns<'_, T>,
@@ -110,7 +110,7 @@ unsafe fn range_n<T: MaskedLanes, const N: usize>(
 /// As [`range`]; `mask` has columns of the group only.
 #[cold]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 unsafe fn nan_columns<T: MaskedLanes>(
     columns: &Columns<'_, T>,
@@ -177,7 +177,7 @@ impl Padded {
     /// `c` is at most 112.
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn at(&self, c: usize) -> __m512 {
         debug_assert!(c <= 112);
@@ -196,7 +196,7 @@ const fn dither_byte(step: usize, e: usize) -> u8 {
 /// # Safety
 /// The CPU has this level's features; arguments as [`super::KernelTable::quantize_cols`] checks them.
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 pub(super) unsafe fn quantize<T: MaskedLanes>(
     columns: &Columns<'_, T>,
@@ -259,7 +259,7 @@ impl<T: MaskedLanes> Encoder<'_, T> {
     /// # Safety
     /// As [`quantize`]; BITS is at most 8.
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn run<const BITS: usize>(&self, ahead: &mut Prefetch) {
         // SAFETY: ROWS is what the width asks for; the rest is the caller's promise.
@@ -275,7 +275,7 @@ impl<T: MaskedLanes> Encoder<'_, T> {
     /// # Safety
     /// As [`quantize`]; BITS is at most 8, ROWS is [`rows_of_chunk`] of the width.
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn rows<const BITS: usize, const ROWS: usize>(&self, ahead: &mut Prefetch) {
         let shape = self.shape;
@@ -316,7 +316,7 @@ impl<T: MaskedLanes> Encoder<'_, T> {
     /// As [`Encoder::rows`]; `lanes` are elements of the row group; FULL only where all are.
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn chunk<const BITS: usize, const ROWS: usize, const FULL: bool>(
         &self,
@@ -386,7 +386,7 @@ impl<T: MaskedLanes> Encoder<'_, T> {
     /// 16-bit dither of a chunk's vectors (0 and 1 in the low and high halves of dwords, then 2 and 3); the chunk begins at `step`.
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     fn dither<const ROWS: usize>(&self, step: u32) -> [__m512i; 2] {
         const PAIRS: [[u8; 64]; 2] = dither_pairs(false);
@@ -446,7 +446,7 @@ unsafe fn write_bits(at: *mut u8, bits: u64, room: usize) {
 /// # Safety
 /// The CPU has this level's features; arguments as [`super::KernelTable::dequantize_cols`] checks them.
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 pub(super) unsafe fn dequantize<T: MaskedLanes>(
     planes: &PlaneSrc<'_>,
@@ -492,7 +492,7 @@ impl<T: MaskedLanes> Decoder<'_, T> {
     /// # Safety
     /// As [`dequantize`]; ROWS is [`rows_of_chunk`] of the width.
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn rows<const ROWS: usize>(&self) {
         let shape = self.shape;
@@ -522,7 +522,7 @@ impl<T: MaskedLanes> Decoder<'_, T> {
     /// As [`Decoder::rows`]; `lanes` are elements of the row group; FULL only where all are.
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn chunk<const ROWS: usize, const FULL: bool>(
         &self,

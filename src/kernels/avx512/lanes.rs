@@ -30,7 +30,7 @@ pub(in crate::kernels) trait MaskedLanes: Lanes {
 impl MaskedLanes for f32 {
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn load_masked(mask: __mmask16, ptr: *const f32) -> __m512 {
         // SAFETY: readable in the mask, by the caller; other lanes do not fault.
@@ -39,7 +39,7 @@ impl MaskedLanes for f32 {
 
     #[inline]
     #[target_feature(
-        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
     unsafe fn store_masked(ptr: *mut f32, mask: __mmask16, x: __m512) {
         // SAFETY: writable in the mask, by the caller; other lanes are not touched.
@@ -52,14 +52,14 @@ macro_rules! half_lanes {
     ($T:ty, $from:path, $to:path) => {
         impl MaskedLanes for $T {
             #[inline]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt")]
             unsafe fn load_masked(mask: __mmask16, ptr: *const $T) -> __m512 {
                 // SAFETY: readable in the mask, by the caller; other lanes do not fault.
                 $from(unsafe { _mm256_maskz_loadu_epi16(mask, ptr.cast()) })
             }
 
             #[inline]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt")]
             unsafe fn store_masked(ptr: *mut $T, mask: __mmask16, x: __m512) {
                 // SAFETY: writable in the mask, by the caller; other lanes are not touched.
                 unsafe { _mm256_mask_storeu_epi16(ptr.cast(), mask, $to(x)) }
@@ -73,7 +73,7 @@ half_lanes!(bf16, from_bf16, to_bf16);
 
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn from_bf16(x: __m256i) -> __m512 {
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(x)))
@@ -82,7 +82,7 @@ fn from_bf16(x: __m256i) -> __m512 {
 /// Fetches up to `lines` lines of what comes next into the second-level cache.
 #[inline]
 #[target_feature(
-    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx2,fma,f16c,bmi1,bmi2,popcnt"
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 #[allow(unused_unsafe, reason = "the intrinsic is safe in newer toolchains")]
 pub(super) fn fetch(ahead: &mut Prefetch, lines: usize) {
