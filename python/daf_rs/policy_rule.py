@@ -47,6 +47,15 @@ class Rule:
             more than it must; `resolve` makes it concrete for a node.
         consts: Thresholds: ``(t,)`` of a mask, ``(lo, hi)`` of within and not_beyond.
         why: One line for the report.
+
+    Raises:
+        InvalidArgumentError: A field is none of what is listed here, or thresholds are missing.
+
+    Example:
+        >>> Rule("value", plus=2, why="attention scores amplify its error").width(4)
+        6
+        >>> Rule("within", consts=(0.0, 6.0))
+        Rule(kind='within', bits=None, plus=0, floor=1, axis='flat', guard='', attrs=(), consts=(0.0, 6.0), why='')
     """
 
     kind: str

@@ -7,10 +7,23 @@ pub(crate) mod hooks;
 mod tensor;
 mod torch_api;
 
+use crate::kernels::isa::{self, Isa};
+use crate::parallel;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// What this module was built from and for: version, profile, target, and the instruction sets found on this machine.
+/// What this module was built from and for, and what it runs with here, as a new dict.
+///
+/// Keys: ``version``, ``profile``, ``target_arch``, ``target_os``; ``isa`` (the instruction set in use) and
+/// ``isa_available`` (all that this CPU has, from the slowest); ``threads`` (used for large tensors); ``cuda``.
+///
+/// Raises:
+///     InvalidArgumentError: ``DAF_ISA`` names an instruction set that does not exist or that this CPU lacks.
+///
+/// Example:
+///     >>> info = daf_rs.build_info()
+///     >>> info["isa"] in info["isa_available"]
+///     True
 #[pyfunction]
 fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let info = PyDict::new(py);
@@ -25,6 +38,10 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     )?;
     info.set_item("target_arch", std::env::consts::ARCH)?;
     info.set_item("target_os", std::env::consts::OS)?;
+    info.set_item("isa", isa::try_active()?.name())?;
+    let available: Vec<&str> = Isa::available().iter().map(|isa| isa.name()).collect();
+    info.set_item("isa_available", available)?;
+    info.set_item("threads", parallel::default_threads())?;
     info.set_item("cuda", false)?;
     Ok(info)
 }
