@@ -5,18 +5,25 @@
 //! Functions in the tables further require what the methods of [`super::KernelTable`] check.
 
 mod cols;
+mod dequantize;
 mod lanes;
+mod quantize;
+mod range;
 
 use std::arch::x86_64::*;
 
 use lanes::Lanes;
 
+use super::prefetch::RowsAhead;
 use super::rng::{Key, MUL_1, MUL_2};
 use super::{Isa, KernelTable, PlaneTable, scalar_planes};
 
 /// The kernels of this level over elements of type `T`.
 pub(super) const fn table<T: Lanes>() -> KernelTable<T> {
     KernelTable {
+        range_rows: range::range_rows,
+        quantize_rows: quantize::quantize_rows,
+        dequantize_rows: dequantize::dequantize_rows,
         range_cols: cols::range,
         quantize_cols: cols::quantize,
         dequantize_cols: cols::dequantize,
@@ -26,7 +33,46 @@ pub(super) const fn table<T: Lanes>() -> KernelTable<T> {
 
 /// The plane kernels of this level.
 pub(super) const fn plane_table() -> PlaneTable {
-    scalar_planes(Isa::Avx2)
+    PlaneTable {
+        copy,
+        ..scalar_planes(Isa::Avx2)
+    }
+}
+
+/// Elements that the inner loops over rows take at once: a dither step.
+const UNIT: usize = 32;
+
+/// Copies past the caches whole vectors of `dst`.
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn copy(src: &[u8], dst: &mut [u8]) {
+    assert_eq!(src.len(), dst.len());
+    // SAFETY: vectors of bytes have no invalid values.
+    let (head, vectors, _) = unsafe { dst.align_to_mut::<__m256i>() };
+    let (head, vectors) = (head.len(), vectors.len());
+    dst[..head].copy_from_slice(&src[..head]);
+    for i in 0..vectors {
+        let at = head + 32 * i;
+        // SAFETY: `align_to_mut` found `vectors` whole, aligned vectors behind `head` bytes; `src` is as long as `dst`.
+        unsafe {
+            let x = _mm256_loadu_si256(src.as_ptr().add(at).cast());
+            _mm256_stream_si256(dst.as_mut_ptr().add(at).cast(), x);
+        }
+    }
+    let tail = head + 32 * vectors;
+    dst[tail..].copy_from_slice(&src[tail..]);
+    // Other threads see streamed stores in order only behind this.
+    _mm_sfence();
+}
+
+/// Fetches the lines of streams `first..end` ahead of address `at` into the second-level cache.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn fetch_rows(ahead: RowsAhead, at: usize, first: usize, end: usize) {
+    for k in first..end {
+        if let Some(line) = ahead.line(at, k) {
+            _mm_prefetch::<_MM_HINT_T1>(line);
+        }
+    }
 }
 
 /// The random words of step `step`: byte b of lane i is the dither byte of element 8 b + i.

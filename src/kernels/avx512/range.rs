@@ -60,13 +60,13 @@ pub(in crate::kernels) fn range_rows<T: Lanes>(
 /// Calls `$each` with every vector of a slice of `$lanes` lanes or more, and `$turn` with the address before every fourth; the last vector
 /// may overlap the one before.
 macro_rules! for_each_vector {
-    ($src:expr, $lanes:expr, $at:ident => $turn:expr, $x:ident => $each:expr) => {{
+    ($src:expr, $lanes:expr, $at:ident => $turn:block, $x:ident => $each:expr) => {{
         let src = $src;
         assert!(src.len() >= $lanes);
         let mut i = 0;
         while i + 4 * $lanes <= src.len() {
             let $at = src.as_ptr() as usize + i * size_of_val(&src[0]);
-            $turn;
+            $turn
             for j in 0..4 {
                 // SAFETY: four vectors from lane i on lie in the slice.
                 let $x = unsafe { _mm512_loadu_si512(src.as_ptr().add(i + j * $lanes).cast()) };
@@ -91,7 +91,7 @@ macro_rules! for_each_vector {
 )]
 fn maxima32(src: &[u32], ahead: RowsAhead) -> (i32, u32) {
     let (mut s, mut u) = (_mm512_set1_epi32(i32::MIN), _mm512_setzero_si512());
-    for_each_vector!(src, 16, at => fetch!(ahead, at, 0..1), x => {
+    for_each_vector!(src, 16, at => { fetch!(ahead, at, 0..1) }, x => {
         s = _mm512_max_epi32(s, x);
         u = _mm512_max_epu32(u, x);
     });
@@ -116,7 +116,7 @@ fn maxima32(src: &[u32], ahead: RowsAhead) -> (i32, u32) {
 )]
 fn maxima16(src: &[u16], ahead: RowsAhead) -> (i16, u16) {
     let (mut s, mut u) = (_mm512_set1_epi16(i16::MIN), _mm512_setzero_si512());
-    for_each_vector!(src, 32, at => fetch!(ahead, at, 0..1), x => {
+    for_each_vector!(src, 32, at => { fetch!(ahead, at, 0..1) }, x => {
         s = _mm512_max_epi16(s, x);
         u = _mm512_max_epu16(u, x);
     });
@@ -144,7 +144,7 @@ fn maxima16(src: &[u16], ahead: RowsAhead) -> (i16, u16) {
 fn minimum32(src: &[u32], bias: u32) -> u32 {
     let b = _mm512_set1_epi32(bias as i32);
     let mut least = _mm512_set1_epi32(-1);
-    for_each_vector!(src, 16, _at => (), x => least = _mm512_min_epu32(least, _mm512_sub_epi32(x, b)));
+    for_each_vector!(src, 16, _at => {}, x => least = _mm512_min_epu32(least, _mm512_sub_epi32(x, b)));
     _mm512_reduce_min_epu32(least).wrapping_add(bias)
 }
 
@@ -156,7 +156,7 @@ fn minimum32(src: &[u32], bias: u32) -> u32 {
 fn minimum16(src: &[u16], bias: u16) -> u16 {
     let b = _mm512_set1_epi16(bias as i16);
     let mut least = _mm512_set1_epi16(-1);
-    for_each_vector!(src, 32, _at => (), x => least = _mm512_min_epu16(least, _mm512_sub_epi16(x, b)));
+    for_each_vector!(src, 32, _at => {}, x => least = _mm512_min_epu16(least, _mm512_sub_epi16(x, b)));
     let least = _mm256_min_epu16(
         _mm512_castsi512_si256(least),
         _mm512_extracti64x4_epi64::<1>(least),
