@@ -66,7 +66,8 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """|actual - expected| / |expected| in the Euclidean norm."""
-    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-300))
+    first, second = actual.detach().double(), expected.detach().double()
+    return float((first - second).norm() / second.norm().clamp_min(1e-300))
 
 
 def cosine(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -116,9 +117,18 @@ def train(
     return losses
 
 
+def compressed(bits: Any = 4, *, model: nn.Module | None = None, **options: Any) -> daf_rs.save_compressed:
+    """`save_compressed` that remembers nothing of other tests.
+
+    What a step teaches (a tensor that lives on anyway, a second reader) is kept by model, so that a test with none
+    of its own gets one that nobody else has.
+    """
+    return daf_rs.save_compressed(bits, model=nn.Identity() if model is None else model, **options)
+
+
 def exact(**options: Any) -> daf_rs.save_compressed:
     """A context in which nothing is lossy and nothing is too small."""
-    return daf_rs.save_compressed("exact", min_bytes=0, **options)
+    return compressed("exact", min_bytes=0, **options)
 
 
 # --- The graph -----------------------------------------------------------------------------------------

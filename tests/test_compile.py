@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, exact, relative_error
+from helpers import assert_same_bits, compressed, exact, relative_error
 from torch import Tensor, nn
-
-import daf_rs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -62,7 +60,7 @@ def test_readers_inside_a_compiled_region_are_unknown_and_stay_exact(bits: int) 
         return [p.grad.clone() for p in model.parameters()]
 
     plain = run(contextlib.nullcontext())
-    for a, b in zip(run(daf_rs.save_compressed(bits, min_bytes=0, model=model)), plain, strict=True):
+    for a, b in zip(run(compressed(bits, min_bytes=0, model=model)), plain, strict=True):
         assert_same_bits(a, b)
 
 
@@ -70,7 +68,7 @@ def test_a_width_for_compiled_regions() -> None:
     model, x = mlp(), torch.randn(256, 64)
     compiled = torch.compile(model, backend="aot_eager")
     plain = grads(model, compiled, x, contextlib.nullcontext())
-    saved = daf_rs.save_compressed(4, unknown=8, min_bytes=0, model=model)
+    saved = compressed(4, unknown=8, min_bytes=0, model=model)
     for a, b in zip(grads(model, compiled, x, saved), plain, strict=True):
         assert relative_error(a, b) < 0.1
     assert saved.stats().packs > 0

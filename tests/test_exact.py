@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, assert_same_gradients, exact, gradients, train
+from helpers import assert_same_bits, assert_same_gradients, compressed, exact, gradients, train
 from torch import Tensor, nn
 
-import daf_rs
 from daf_rs.testing import models
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -45,7 +44,7 @@ def test_training_is_bit_equal_to_plain_pytorch(variant: str, min_bytes: int) ->
     model, twin = both(name, options)
     batches = [model.make_batch(i, 8) for i in range(4)]
     plain = train(twin, batches)
-    context = daf_rs.save_compressed("exact", min_bytes=min_bytes, model=model)
+    context = compressed("exact", min_bytes=min_bytes, model=model)
     ours = train(model, batches, lambda: context)
     for step, (a, b) in enumerate(zip(ours, plain, strict=True)):
         assert_same_bits(a, b, f"loss of step {step}")
@@ -287,11 +286,11 @@ def test_exact_mode_saves_bytes_all_the_same() -> None:
     """Masks, indices, what is never read, and what is saved twice need no loss."""
     model = models.resnet20(**SMALL["resnet20"])
     batch = model.make_batch(0, 16)
-    with daf_rs.save_compressed("exact", model=model) as saved:
+    with compressed("exact", model=model) as saved:
         loss = batch.loss(model)
     stats = saved.stats()
     assert stats.live_bytes < stats.plain_bytes
-    with daf_rs.save_compressed("exact", min_bytes=0) as saved:
+    with compressed("exact", min_bytes=0) as saved:
         y = F.max_pool2d(F.dropout((torch.randn(8, 16, 64, 64, requires_grad=True) * 1.0).relu(), 0.5), 2)
     assert saved.stats().live_bytes < saved.stats().plain_bytes / 10
     del loss, y

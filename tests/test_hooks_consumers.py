@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, exact, needs_node_hook, node_named, relative_error, row_of, rows_of
+from helpers import assert_same_bits, compressed, exact, needs_node_hook, node_named, relative_error, row_of, rows_of
 from torch import Tensor, nn
 
 import daf_rs
@@ -25,7 +25,7 @@ UNIT = 2048
 
 
 def lossy(bits: Any = 2, **options: Any) -> daf_rs.save_compressed:
-    return daf_rs.save_compressed(bits, min_bytes=0, **options)
+    return compressed(bits, min_bytes=0, **options)
 
 
 def leaf(*shape: int, seed: int = 1) -> Tensor:

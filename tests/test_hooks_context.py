@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, assert_same_gradients, exact, gradients, relative_error, train
+from helpers import assert_same_bits, assert_same_gradients, compressed, exact, gradients, relative_error, train
 from torch import Tensor, nn
 
 import daf_rs
@@ -18,7 +18,7 @@ from daf_rs.testing import models
 
 
 def lossy(bits: Any = 4, **options: Any) -> daf_rs.save_compressed:
-    return daf_rs.save_compressed(bits, min_bytes=0, **options)
+    return compressed(bits, min_bytes=0, **options)
 
 
 def leaf(*shape: int) -> Tensor:
@@ -280,7 +280,7 @@ def test_random_streams_are_untouched() -> None:
     for bits in (1, 4, "exact"):
         torch.manual_seed(3)
         random.seed(3)
-        with daf_rs.save_compressed(bits, model=model):
+        with compressed(bits, model=model):
             loss = batch.loss(model)
         loss.backward()
         assert torch.equal(torch.get_rng_state(), expected), f"bits={bits}"

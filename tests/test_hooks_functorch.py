@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, exact
+from helpers import assert_same_bits, compressed, exact
 from torch import Tensor, nn
 
 import daf_rs
 
 
 def lossy(bits: Any = 4, **options: Any) -> daf_rs.save_compressed:
-    return daf_rs.save_compressed(bits, min_bytes=0, **options)
+    return compressed(bits, min_bytes=0, **options)
 
 
 def scalar(x: Tensor) -> Tensor:
@@ -38,6 +38,7 @@ def whole_text(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)) + "".join(getattr(error, "__notes__", []))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_transforms_that_refuse_hooks_raise_and_the_message_names_the_way_out(name: str, where: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, exact, node_named, nodes_of
+from helpers import assert_same_bits, compressed, exact, node_named, nodes_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -18,7 +18,7 @@ import daf_rs
 
 
 def lossy(bits: Any = 4, **options: Any) -> daf_rs.save_compressed:
-    return daf_rs.save_compressed(bits, min_bytes=0, **options)
+    return compressed(bits, min_bytes=0, **options)
 
 
 class SavesOutput(torch.autograd.Function):
@@ -77,7 +77,7 @@ def test_outputs_under_min_bytes_make_no_cycle_either(name: str) -> None:
     x = torch.randn(1, 4, 32, requires_grad=True)
     gc.disable()
     try:
-        with daf_rs.save_compressed(4):
+        with compressed(4):
             y = OUTPUT_SAVERS[name](x * 1.0)
         tensor, storage = weakref.ref(y), StorageWeakRef(y.untyped_storage())
         del y
@@ -210,9 +210,9 @@ def test_results_do_not_depend_on_which_branch_runs_first() -> None:
             return h.sin().sum(), (h * h.cos()).sum()
 
     one, two = branches()
-    forwards = [torch.autograd.grad(one, x)[0], torch.autograd.grad(two, x)[0]]
+    forwards = [torch.autograd.grad(one, x, retain_graph=True)[0], torch.autograd.grad(two, x)[0]]
     one, two = branches()
-    two_first = [torch.autograd.grad(two, x)[0], torch.autograd.grad(one, x)[0]]
+    two_first = [torch.autograd.grad(two, x, retain_graph=True)[0], torch.autograd.grad(one, x)[0]]
     assert_same_bits(forwards[0], two_first[1])
     assert_same_bits(forwards[1], two_first[0])
 
@@ -372,7 +372,7 @@ def test_no_byte_is_leaked_at_exit_of_the_interpreter_with_a_live_graph() -> Non
     out = run_python("""
         import torch, daf_rs
         x = torch.randn(256, 128, requires_grad=True)
-        with daf_rs.save_compressed(4) as saved:
+        with compressed(4) as saved:
             y = (x * 1.0).sin().exp().sum()
         keep = [y, saved]
         print("end")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, exact, rows_of, storage_key
+from helpers import assert_same_bits, compressed, exact, rows_of, storage_key
 from torch import Tensor, nn
 
 import daf_rs
@@ -16,7 +16,7 @@ import daf_rs
 
 def lossy(**options: Any) -> daf_rs.save_compressed:
     """Two bits for everything that may be lossy, nothing too small."""
-    return daf_rs.save_compressed(2, min_bytes=0, **options)
+    return compressed(2, min_bytes=0, **options)
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -211,13 +211,14 @@ def test_running_statistics_in_training_and_evaluation() -> None:
 def test_tensors_under_min_bytes_pass_through(spare: int) -> None:
     x = torch.randn(1024 - spare, requires_grad=True)
     h = x * 1.0
-    with daf_rs.save_compressed(2, min_bytes=4096) as saved:
+    with compressed(2, min_bytes=4096) as saved:
         y = h * h
     seen = y.grad_fn._saved_self
     if spare:
         assert seen.data_ptr() == h.data_ptr()
-        (row,) = {row.field: row for row in saved.report().rows if row.field == "self"}.values()
-        assert "min_bytes" in row.why or "small" in row.why
+        assert {(row.cls, row.stored_bytes) for row in saved.report().rows} == {("small", 0)}, "h lives anyway"
+        del seen, h
+        assert saved.stats().live_bytes == 0
     else:
         assert seen.data_ptr() != h.data_ptr()
         assert not torch.equal(seen, h)
@@ -225,7 +226,7 @@ def test_tensors_under_min_bytes_pass_through(spare: int) -> None:
 
 def test_min_bytes_default_is_sixteen_kib() -> None:
     small, large = torch.randn(4095, requires_grad=True) * 1.0, torch.randn(4096, requires_grad=True) * 1.0
-    with daf_rs.save_compressed(2):
+    with compressed(2):
         a, b = small * small, large * large
     assert a.grad_fn._saved_self.data_ptr() == small.data_ptr()
     assert not torch.equal(b.grad_fn._saved_self, large)

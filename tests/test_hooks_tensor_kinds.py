@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Peek, assert_same_bits, exact, relative_error, same_bits
+from helpers import Peek, assert_same_bits, compressed, exact, relative_error, same_bits
 from torch import Tensor
 
 import daf_rs
 
 
 def lossy(bits: Any = 2, **options: Any) -> daf_rs.save_compressed:
-    return daf_rs.save_compressed(bits, min_bytes=0, **options)
+    return compressed(bits, min_bytes=0, **options)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

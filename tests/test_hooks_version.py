@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import INPLACE_TEXT, Peek, exact, needs_node_hook, relative_error
+from helpers import INPLACE_TEXT, Peek, compressed, exact, needs_node_hook, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +14,7 @@ import daf_rs
 
 
 def lossy(bits: Any = 8, **options: Any) -> daf_rs.save_compressed:
-    return daf_rs.save_compressed(bits, min_bytes=0, **options)
+    return compressed(bits, min_bytes=0, **options)
 
 
 def passed_through() -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def passed_through() -> dict[str, Tensor]:
 def test_an_alias_that_was_changed_raises_pytorchs_error(kind: str) -> None:
     tensor = passed_through()[kind]
     x = torch.ones_like(tensor, requires_grad=True)
-    with daf_rs.save_compressed(8):
+    with compressed(8):
         y = x * tensor
     with torch.no_grad():
         tensor.mul_(2)
@@ -43,7 +43,7 @@ def test_an_alias_that_was_changed_raises_pytorchs_error(kind: str) -> None:
 def test_an_alias_that_was_left_alone_does_not_raise(kind: str) -> None:
     tensor = passed_through()[kind]
     x = torch.ones_like(tensor, requires_grad=True)
-    with daf_rs.save_compressed(8):
+    with compressed(8):
         y = x * tensor
     y.abs().sum().backward()
     assert x.grad is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import rss_bytes, run_python, train
+from helpers import compressed, rss_bytes, run_python, train
 
 import daf_rs
 from daf_rs.testing import models
@@ -21,7 +21,7 @@ GROWTH_LIMIT = 12 << 20
 def test_two_hundred_training_steps_do_not_leak(bits: Any) -> None:
     model = models.vit(layers=2, width=64)
     batches = [model.make_batch(i, 8) for i in range(4)]
-    saved = daf_rs.save_compressed(bits, model=model)
+    saved = compressed(bits, model=model)
     steps = torch.optim.SGD(model.parameters(), lr=1e-3)
     settled = 0
     for step in range(STEPS):
@@ -43,10 +43,10 @@ def test_two_hundred_contexts_do_not_leak() -> None:
     """A context of its own for every step, as a careless loop has it."""
     model = models.resnet20(width=4)
     batch = model.make_batch(0, 8)
-    train(model, [batch] * 50, lambda: daf_rs.save_compressed(4, model=model))
+    train(model, [batch] * 50, lambda: compressed(4, model=model))
     gc.collect()
     settled = rss_bytes()
-    train(model, [batch] * 150, lambda: daf_rs.save_compressed(4, model=model))
+    train(model, [batch] * 150, lambda: compressed(4, model=model))
     gc.collect()
     assert rss_bytes() - settled < GROWTH_LIMIT
 
@@ -54,7 +54,7 @@ def test_two_hundred_contexts_do_not_leak() -> None:
 def test_two_hundred_forwards_without_backward_do_not_leak() -> None:
     model = models.gpt(layers=1, width=64, length=64)
     batch = model.make_batch(0, 4)
-    saved = daf_rs.save_compressed(4, model=model)
+    saved = compressed(4, model=model)
     settled = 0
     for step in range(STEPS):
         with saved:
@@ -67,7 +67,7 @@ def test_two_hundred_forwards_without_backward_do_not_leak() -> None:
 
 def test_failing_steps_do_not_leak() -> None:
     x = torch.randn(512, 256, requires_grad=True)
-    saved = daf_rs.save_compressed(4)
+    saved = compressed(4)
     settled = 0
     for step in range(STEPS):
         try:
@@ -118,7 +118,7 @@ def test_two_thousand_steps_of_every_model_do_not_leak() -> None:
     for name in models.MODELS:
         model = models.build(name, width=8 if name == "resnet20" else 64)
         batch = model.make_batch(0, 4)
-        saved = daf_rs.save_compressed(4, model=model)
+        saved = compressed(4, model=model)
         train(model, [batch] * 100, lambda: saved)  # noqa: B023
         gc.collect()
         settled = rss_bytes()

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import cosine, gradients, needs_node_hook, plain_saved_bytes, train
+from helpers import compressed, cosine, gradients, needs_node_hook, plain_saved_bytes, train
 from torch import Tensor
 
-import daf_rs
 from daf_rs.testing import models
 
 # --- The models themselves -----------------------------------------------------------------------------
@@ -104,7 +103,7 @@ def test_saved_bytes_shrink_as_promised(name: str, bits: int) -> None:
     model = models.build(name, **options)
     batch = model.make_batch(0, size)
     plain = plain_saved_bytes(lambda: batch.loss(model), model)
-    with daf_rs.save_compressed(bits, model=model) as saved:
+    with compressed(bits, model=model) as saved:
         loss = batch.loss(model)
     live = saved.stats().live_bytes
     assert plain / live >= limit, f"{plain} / {live} = {plain / live:.2f}\n{saved.report()}"
@@ -122,7 +121,7 @@ def test_gradients_point_the_same_way(name: str, bits: int) -> None:
     model = models.build(name)
     batch = model.make_batch(0, 8)
     plain_loss, plain = gradients(model, batch)
-    loss, ours = gradients(model, batch, daf_rs.save_compressed(bits, model=model, seed=1))
+    loss, ours = gradients(model, batch, compressed(bits, model=model, seed=1))
     assert torch.equal(loss, plain_loss), "the forward is not touched"
     assert ours.keys() == plain.keys()
     assert cosine(ours, plain) > COSINES[bits]
@@ -139,7 +138,7 @@ def test_gradients_average_to_the_plain_one(name: str) -> None:
     total: dict[str, Tensor] = {}
     single = []
     for seed in range(16):
-        _, ours = gradients(model, batch, daf_rs.save_compressed(3, model=model, seed=seed))
+        _, ours = gradients(model, batch, compressed(3, model=model, seed=seed))
         single.append(_distance(ours, plain))
         for key, value in ours.items():
             total[key] = total.get(key, torch.zeros_like(value)) + value / 16
@@ -159,7 +158,7 @@ def test_training_learns_as_well_as_plain_pytorch(name: str, bits: int) -> None:
     twin = copy.deepcopy(model)
     batches = [model.make_batch(i % 4, 8) for i in range(24)]
     plain = torch.stack(train(twin, batches))
-    context = daf_rs.save_compressed(bits, model=model, seed=2)
+    context = compressed(bits, model=model, seed=2)
     ours = torch.stack(train(model, batches, lambda: context))
     learned_plain, learned = plain[:4].mean() - plain[-4:].mean(), ours[:4].mean() - ours[-4:].mean()
     assert learned_plain > 0
@@ -171,7 +170,7 @@ def test_every_row_of_every_model_says_what_became_of_it() -> None:
     for name in models.MODELS:
         model = models.build(name)
         batch = model.make_batch(0, 4)
-        with daf_rs.save_compressed(4, model=model) as saved:
+        with compressed(4, model=model) as saved:
             loss = batch.loss(model)
         unknown = [row for row in saved.report().rows if row.unknown and row.plain_bytes > 0]
         assert unknown == [], f"{name} uses a reader that the policy does not know"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HAS_NODE_HOOK, needs_node_hook, plain_saved_bytes, row_of
+from helpers import HAS_NODE_HOOK, compressed, needs_node_hook, plain_saved_bytes, row_of
 from torch import Tensor, nn
 
 import daf_rs
@@ -26,7 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def lossy(bits: Any = 4, **options: Any) -> daf_rs.save_compressed:
-    return daf_rs.save_compressed(bits, min_bytes=0, **options)
+    return compressed(bits, min_bytes=0, **options)
 
 
 def leaf(*shape: int) -> Tensor:
@@ -78,7 +78,7 @@ def test_plain_bytes_equal_an_independent_count(name: str, min_bytes: int, bits:
     model = models.build(name, **SMALL[name])
     batch = model.make_batch(0, 8)
     expected = plain_saved_bytes(lambda: batch.loss(model), model)
-    saved = daf_rs.save_compressed(bits, min_bytes=min_bytes, model=model)
+    saved = compressed(bits, min_bytes=min_bytes, model=model)
     with saved:
         loss = batch.loss(model)
     assert saved.stats().plain_bytes == expected
@@ -118,7 +118,7 @@ def test_what_the_caller_holds_counts_neither_plainly_nor_as_live() -> None:
 
 def test_invariants_hold_at_every_moment() -> None:
     model = models.gpt(**SMALL["gpt"])
-    saved = daf_rs.save_compressed(4, model=model)
+    saved = compressed(4, model=model)
     seen: list[Any] = []
 
     def look(*_: Any) -> None:
@@ -155,7 +155,7 @@ def test_invariants_hold_at_every_moment() -> None:
 
 def test_bytes_by_class_sum_up_to_live_bytes() -> None:
     model = models.resnet20(**SMALL["resnet20"])
-    with daf_rs.save_compressed(4, model=model) as saved:
+    with compressed(4, model=model) as saved:
         loss = model.make_batch(0, 8).loss(model)
     stats = saved.stats()
     assert sum(stats.bytes_by_class.values()) == stats.live_bytes
@@ -170,7 +170,7 @@ def test_bytes_by_class_sum_up_to_live_bytes() -> None:
 def test_rows_sum_up_to_the_stats(name: str) -> None:
     model = models.build(name, **SMALL[name])
     batch = model.make_batch(0, 8)
-    with daf_rs.save_compressed(4, model=model) as saved:
+    with compressed(4, model=model) as saved:
         loss = batch.loss(model)
     report, stats = saved.report(), saved.stats()
     assert len(report.rows) == stats.packs
@@ -184,7 +184,7 @@ def test_rows_sum_up_to_the_stats(name: str) -> None:
 def test_every_row_that_is_not_smaller_says_why(name: str) -> None:
     model = models.build(name, **SMALL[name])
     batch = model.make_batch(0, 8)
-    with daf_rs.save_compressed(4, model=model) as saved:
+    with compressed(4, model=model) as saved:
         loss = batch.loss(model)
     for row in saved.report().rows:
         if row.stored_bytes >= row.plain_bytes and not row.shared:
@@ -213,7 +213,7 @@ def test_module_paths_of_nested_modules() -> None:
     if not HAS_NODE_HOOK:
         pytest.skip("without node_creation_hook rows are made in pack")
     model = models.vit(**SMALL["vit"])
-    with daf_rs.save_compressed(4, model=model, min_bytes=0) as saved:
+    with compressed(4, model=model, min_bytes=0) as saved:
         loss = model.make_batch(0, 8).loss(model)
     modules = {row.module for row in saved.report().rows}
     assert any(path.startswith("blocks.1.mlp") for path in modules), modules
@@ -223,7 +223,7 @@ def test_module_paths_of_nested_modules() -> None:
 
 def test_the_report_is_text_and_plain_values() -> None:
     model = models.gpt(**SMALL["gpt"])
-    with daf_rs.save_compressed(4, model=model) as saved:
+    with compressed(4, model=model) as saved:
         loss = model.make_batch(0, 4).loss(model)
     report = saved.report()
     text = str(report)

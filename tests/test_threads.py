@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, exact, relative_error, run_python, train
+from helpers import assert_same_bits, compressed, exact, relative_error, run_python, train
 from torch import Tensor
 
 import daf_rs
@@ -67,10 +67,10 @@ def test_two_threads_training_at_once_are_bit_equal_in_exact_mode(shared: bool) 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own_contexts", "one_shared_context"])
 def test_four_threads_of_small_steps(shared: bool) -> None:
-    common = daf_rs.save_compressed(8, min_bytes=0)
+    common = compressed(8, min_bytes=0)
 
     def work(index: int) -> None:
-        context = common if shared else daf_rs.save_compressed(8, min_bytes=0)
+        context = common if shared else compressed(8, min_bytes=0)
         generator = torch.Generator().manual_seed(index)
         for _ in range(25):
             x = torch.randn(64, 128, generator=generator).requires_grad_()
@@ -86,7 +86,7 @@ def test_four_threads_of_small_steps(shared: bool) -> None:
 
 
 def test_a_context_is_not_inherited_by_threads_started_inside() -> None:
-    context = daf_rs.save_compressed(2, min_bytes=0)
+    context = compressed(2, min_bytes=0)
     with context:
 
         def work(_index: int) -> Tensor:
@@ -101,7 +101,7 @@ def test_a_context_is_not_inherited_by_threads_started_inside() -> None:
 
 def test_backward_on_another_thread() -> None:
     x = torch.randn(256, 128, requires_grad=True)
-    with daf_rs.save_compressed(8, min_bytes=0) as saved:
+    with compressed(8, min_bytes=0) as saved:
         y = ((x * 1.0) * (x * 2.0)).sum()
     in_threads(1, lambda _i: y.backward())
     assert relative_error(x.grad, 4 * x.detach()) < 0.02
@@ -110,7 +110,7 @@ def test_backward_on_another_thread() -> None:
 
 def test_two_backwards_of_one_graph_at_once() -> None:
     x = torch.randn(256, 128, requires_grad=True)
-    with daf_rs.save_compressed(8, min_bytes=0):
+    with compressed(8, min_bytes=0):
         h = x * 1.0
         outputs = [(h * h).sum(), (h.exp()).sum()]
     results = in_threads(2, lambda i: torch.autograd.grad(outputs[i], x, retain_graph=True)[0])
@@ -119,7 +119,7 @@ def test_two_backwards_of_one_graph_at_once() -> None:
 
 
 def test_graphs_dropped_on_another_thread_while_this_one_packs() -> None:
-    saved = daf_rs.save_compressed(4, min_bytes=0)
+    saved = compressed(4, min_bytes=0)
     x = torch.randn(64, 256, requires_grad=True)
     box: list[Any] = []
     stop = threading.Event()
@@ -144,7 +144,7 @@ def test_graphs_dropped_on_another_thread_while_this_one_packs() -> None:
 
 def test_statistics_can_be_read_while_others_train() -> None:
     model = tiny(0)
-    saved = daf_rs.save_compressed(4, model=model)
+    saved = compressed(4, model=model)
     done = threading.Event()
 
     def work(index: int) -> None:
