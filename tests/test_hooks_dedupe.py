@@ -54,37 +54,34 @@ def test_addresses_that_the_allocator_reuses_are_not_mistaken() -> None:
     x = torch.randn(256, 128)
     model(x).pow(2).sum().backward()
     plain = [p.grad.clone() for p in model.parameters()]
-    addresses: list[int] = []
     for bits in ("exact", 8):
         context = compressed(bits, min_bytes=0)
         model.zero_grad()
-        addresses.clear()
-        handles = [m.register_forward_hook(lambda _m, _a, out: addresses.append(out.data_ptr())) for m in model]
         with context:
             loss = model(x).pow(2).sum()
         loss.backward()
-        for handle in handles:
-            handle.remove()
         for parameter, expected in zip(model.parameters(), plain, strict=True):
             if bits == "exact":
                 assert_same_bits(parameter.grad, expected)
             else:
                 assert relative_error(parameter.grad, expected) < 0.1
-    assert len(set(addresses)) < len(addresses), "no address was used twice, so this test showed nothing"
 
 
 @pytest.mark.parametrize("bits", [8, "exact"])
 def test_tensors_made_and_freed_in_a_loop_are_all_told_apart(bits: Any) -> None:
     x = torch.ones(64, 128, requires_grad=True)
-    outputs, references = [], []
+    nodes, references, addresses = [], [], set()
     with compressed(bits, min_bytes=0):
         for index in range(200):
             fresh = torch.rand(64, 128, generator=torch.Generator().manual_seed(index)) + index
             references.append(fresh[0, 0].item())
-            outputs.append(x * fresh)
+            addresses.add(fresh.data_ptr())
+            nodes.append((x * fresh).grad_fn)
             del fresh
-    for output, expected in zip(outputs, references, strict=True):
-        assert output.grad_fn._saved_other[0, 0].item() == pytest.approx(expected, abs=0.02)
+    for node, expected in zip(nodes, references, strict=True):
+        assert node._saved_other[0, 0].item() == pytest.approx(expected, abs=0.02)
+    if bits == 8:
+        assert len(addresses) < 150, "few addresses were used twice, so this test shows little"
 
 
 def test_a_square_matrix_and_its_transpose() -> None:

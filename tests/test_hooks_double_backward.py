@@ -82,7 +82,7 @@ def test_a_gradient_is_not_quantized_a_second_time() -> None:
             if not inside:
                 stack.close()
             (gradient,) = torch.autograd.grad(y, x, create_graph=True)
-            return torch.autograd.grad(gradient.pow(2).sum(), x)[0]
+        return torch.autograd.grad(gradient.pow(2).sum(), x)[0]
 
     assert_same_bits(penalty(inside=True), penalty(inside=False))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, compressed, exact, node_named, nodes_of
+from helpers import assert_same_bits, compressed, exact, node_named, nodes_of, relative_error
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -352,6 +352,18 @@ def test_exceptions_that_are_no_errors_pop_the_hooks_too(error: type[BaseExcepti
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
+def test_models_without_a_name_do_not_mislead_each_other() -> None:
+    """Two losses that look alike, one of an input that lives on and one of an activation that does not."""
+    inputs = torch.randn(256, 128)
+    for _ in range(3):
+        for activation in (False, True):
+            x = torch.ones(256, 128, requires_grad=True)
+            with daf_rs.save_compressed(8):
+                y = x * (inputs * 1.0 if activation else inputs)
+            y.sum().backward()
+            assert relative_error(x.grad, inputs) < 0.02
+
+
 def test_two_forwards_and_one_backward() -> None:
     x = torch.randn(256, 128, requires_grad=True)
     context = lossy(8)
@@ -372,7 +384,7 @@ def test_no_byte_is_leaked_at_exit_of_the_interpreter_with_a_live_graph() -> Non
     out = run_python("""
         import torch, daf_rs
         x = torch.randn(256, 128, requires_grad=True)
-        with compressed(4) as saved:
+        with daf_rs.save_compressed(4) as saved:
             y = (x * 1.0).sin().exp().sum()
         keep = [y, saved]
         print("end")

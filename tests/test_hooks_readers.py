@@ -171,6 +171,7 @@ def test_unknown_readers_get_every_bit_and_are_named_first_in_the_report() -> No
         h = (x * 1.0) * (x * 2.0)
         values = h.detach().clone()
         y = Peek.apply(seen, h)
+        del h
     text = str(saved.report())
     assert "PeekBackward" in text
     assert "register_consumer" in text

@@ -185,10 +185,11 @@ def test_zero_tensors_without_memory(context: Any) -> None:
 def test_lazily_copied_tensors() -> None:
     original = torch.randn(128, 64)
     lazy = torch._lazy_clone(original)
-    seen = saved_other(lazy, exact())
-    assert_same_bits(seen, original)
+    values = original.clone()
+    for context in (exact(), compressed(8, min_bytes=0)):
+        assert relative_error(saved_other(lazy, context), values) < 0.02
     lazy.add_(1)
-    assert_same_bits(seen, original)
+    assert_same_bits(original, values)
 
 
 # --- Other layouts and subclasses ----------------------------------------------------------------------
