@@ -173,7 +173,8 @@ def test_a_quantized_tensor_is_made_by_quantize_only() -> None:
 
 # --- save_compressed -----------------------------------------------------------------------------------
 
-CONTEXT = [row for row in SHARED if not (row[0] == "bits" and row[1] == "four")] + [
+CONTEXT = [row for row in SHARED if row[:2] not in (("bits", "four"), ("group_size", 100))] + [
+    ("group_size", 100, InvalidArgumentError, ("group_size", "100", "32", "1024")),
     ("bits", "four", InvalidArgumentError, ("bits", "four", "1", "8", "exact")),
     ("bits", "lossless", InvalidArgumentError, ("bits", "lossless", "exact")),
     ("min_bytes", -1, InvalidArgumentError, ("min_bytes", "-1")),
@@ -185,8 +186,8 @@ CONTEXT = [row for row in SHARED if not (row[0] == "bits" and row[1] == "four")]
     ("unknown", 0, InvalidArgumentError, ("unknown", "0", "8", "exact")),
     ("unknown", 9, InvalidArgumentError, ("unknown", "9", "8", "exact")),
     ("unknown", "lossy", InvalidArgumentError, ("unknown", "lossy", "exact")),
-    ("model", "resnet", InvalidArgumentError, ("model", "resnet", "Module")),
-    ("model", 3, InvalidArgumentError, ("model", "3", "Module")),
+    ("model", "resnet", InvalidArgumentError, ("model", "str", "Module")),
+    ("model", 3, InvalidArgumentError, ("model", "int", "Module")),
 ]
 
 

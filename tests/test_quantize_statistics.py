@@ -64,10 +64,16 @@ def test_every_single_value_is_unbiased_over_seeds(rounding: str, groups: str, b
         square += error**2
     mean = total / seeds
     deviation = (square / seeds - mean**2).clamp_min(0).sqrt()
-    # The step of the widest group bounds the bias of the dither's eight bits.
+    # The step of the widest group bounds the bias of the dither's eight bits. A value next to a code is rounded the
+    # other way in few of the seeds only: a Poisson number of times, hence the last term.
     step = (x.max() - x.min()) / (2**bits - 1) * (1 + 2**-4)
-    limit = (SIGMAS + 1) * deviation / seeds**0.5 + step * DITHER_BIAS * 2
+    limit = (SIGMAS + 1) * deviation / seeds**0.5 + step * (2 * DITHER_BIAS + 18 / seeds)
     assert (mean.abs() <= limit).all(), f"largest excess {(mean.abs() - limit).max()} of step {step}"
+    # All values together: squared deviations from 0 average to 1, with a standard deviation of (2/n)^½.
+    usual = deviation > 0.3 * deviation.max()
+    assert usual.sum() > x.numel() / 2
+    score = (mean[usual] / deviation[usual]).pow(2).mean() * seeds
+    assert score < 1 + SIGMAS * (2 / int(usual.sum())) ** 0.5 + 0.05, score
 
 
 def test_the_dithered_error_does_not_depend_on_the_value() -> None:

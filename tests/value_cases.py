@@ -7,11 +7,16 @@ stochastic rounding. The factors pay for the outward rounding of the two stored 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+from helpers import bits_of
 from hypothesis import strategies as st
 from torch import Tensor
+
+import daf_rs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDINGS = ("dither", "stochastic", "nearest")
@@ -221,3 +226,19 @@ def error_bound(ordered: Tensor, bits: int, group_size: int, rounding: str, grou
     bound = step * share * (1 + 2**-4) * (1 + 2**-7) + 2 * ulp(largest, ordered.dtype)
     exact = ~torch.isfinite(low + high) | (low == high)
     return torch.where(exact, torch.zeros_like(bound), bound)
+
+
+@cache
+def digest() -> str:
+    """A checksum over the bytes and the decoded values of many tensors and settings."""
+    total = hashlib.sha256()
+    for kind in ("normal", "zeros", "special", "offset", "subnormal", "outlier_channels"):
+        for dtype in DTYPES:
+            x = content(kind, (130, 131), dtype, seed=1)
+            for groups in ("row", "channel"):
+                for bits in (1, 2, 3, 4, 8):
+                    for rounding in ROUNDINGS:
+                        q = daf_rs.quantize(x, bits=bits, rounding=rounding, groups=groups, seed=3)
+                        total.update(q.to_bytes())
+                        total.update(bits_of(daf_rs.dequantize(q)).numpy().tobytes())
+    return total.hexdigest()
