@@ -8,6 +8,7 @@ Claims are checked on PyTorch alone, by replacing what backward finds (see `poli
 
 from __future__ import annotations
 
+import doctest
 import math
 import re
 import threading
@@ -495,6 +496,21 @@ def test_every_rule_explains_itself() -> None:
 def test_bad_rules(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         Rule(**({"kind": "value"} | changes))
+
+
+# --- the document
+
+
+def test_document() -> None:
+    document = Path(__file__).parent.parent / "docs" / "policy.md"
+    result = doctest.testfile(str(document), module_relative=False)
+    assert result.attempted >= 8
+    assert result.failed == 0
+
+
+def test_document_names_every_kind() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "policy.md").read_text(encoding="utf-8")
+    assert [kind for kind in policy.KINDS if f"| `{kind}` |" not in text] == []
 
 
 # --- registering

@@ -180,9 +180,10 @@ def _resolve_power(name: str, rule: Rule, value: Any) -> Rule:
     if name == "PowBackward0":
         if isinstance(value, (int, float)) and value >= 2 and float(value).is_integer():
             floor = 1 if value == 2 else 3
-            return Rule("value", floor=floor, axis="producer", why=f"backward takes its power {int(value) - 1}")
+            # A square is often the beginning of a norm of the row (RMSNorm on CPU).
+            return Rule("value", floor=floor, axis="row", why=f"backward takes its power {int(value) - 1}")
     elif value is None or value == 2:
-        return Rule("value", axis="producer", why="the 2-norm's gradient is linear in it; the norm is exact")
+        return Rule("value", axis="row", why="the 2-norm's gradient is linear in it; the norm is exact")
     elif value == 1:
         return Rule("sign", why="the 1-norm's gradient reads its sign only")
     return replace(rule, attrs=())

@@ -11,7 +11,7 @@ from typing import Any, Final
 from .exceptions import InvalidArgumentError
 
 KINDS: Final = ("unused", "mask", "sign", "within", "not_beyond", "exact", "value")
-AXES: Final = ("last", "dim1", "heads", "producer", "flat")
+AXES: Final = ("last", "row", "dim1", "heads", "producer", "flat")
 GUARDS: Final = ("", "q", "k", "bmm")
 MAX_BITS: Final = 8
 
@@ -40,7 +40,8 @@ class Rule:
         plus: Bits added to the user's width (at most 8 in all).
         floor: The smallest width.
         axis: Which dimension is the channel: ``"last"``, ``"dim1"``, ``"heads"`` (attention), ``"producer"``
-            (as the op that made the tensor says) or ``"flat"``.
+            (as the op that made the tensor says) or ``"flat"``. ``"row"``: none, and groups stay within the rows of
+            the last dimension, because backward weighs each row by its own scale.
         guard: ``"q"`` and ``"k"`` (attention) or ``"bmm"``: the width must also keep the error of the scores
             small, which needs both tensors.
         attrs: Node attributes that the rule depends on. Unresolved, such a rule is safe but may keep

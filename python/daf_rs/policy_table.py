@@ -309,8 +309,11 @@ _add(
     MulBackward0.self,other AddcmulBackward0.tensor1,tensor2 AddcdivBackward0.tensor1 DivBackward0.self
     LinalgCrossBackward0.self,other LerpBackward1.weight,self,end
     MseLossBackward0.self,target BinaryCrossEntropyWithLogitsBackward0.target
-    VarBackward0.self VarMeanBackward0.self StdBackward0.self StdMeanBackward0.self
     """,
+)
+_add(
+    Rule("value", axis="row", why="the gradient is linear in it"),
+    "VarBackward0.self VarMeanBackward0.self StdBackward0.self StdMeanBackward0.self",
 )
 _add(
     Rule("value", axis="dim1", why="the gradients are linear in it"),
@@ -320,7 +323,7 @@ _add(
     """,
 )
 _add(
-    Rule("value", axis="last", why="the gradient is linear in the normalized input; mean and rstd are exact"),
+    Rule("value", axis="row", why="the gradient is linear in the normalized input; mean and rstd are exact"),
     "NativeLayerNormBackward0.input FusedRmsNormBackward0.input",
 )
 _add(
@@ -382,7 +385,7 @@ _add(
     "PreluKernelBackward0.self",
 )
 _add(
-    Rule("value", bits=8, axis="last", why="probabilities: most are near 0, and all are multiplied by their sum"),
+    Rule("value", bits=8, axis="row", why="probabilities: most are near 0, and all are multiplied by their sum"),
     """
     SoftmaxBackward0.result SafeSoftmaxBackward0.result MaskedSoftmaxBackward0.result
     LogSoftmaxBackward0.result LogsumexpBackward0.self

@@ -6,8 +6,10 @@ use crate::codec::Geometry;
 /// A consumer's word on the channel dimension of the tensor that it reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Axis {
-    /// The last dimension (linear, layer norm, embedding).
+    /// The last dimension (linear).
     Last,
+    /// The last dimension makes rows of unlike scale that backward divides by (layer norm, softmax): never a channel.
+    Row,
     /// Dimension 1 (convolutions, batch and group norm, pooling).
     Dim1,
     /// Everything inside the token dimension -2, in stride order (scaled dot product attention).
@@ -23,6 +25,7 @@ impl Axis {
     pub(crate) fn from_name(name: &str) -> Option<Axis> {
         Some(match name {
             "last" => Axis::Last,
+            "row" => Axis::Row,
             "dim1" => Axis::Dim1,
             "heads" => Axis::Heads,
             "producer" => Axis::Producer,
@@ -127,7 +130,7 @@ pub(crate) fn choose(
     }
     let rows = n / cols;
     let channel = (Geometry::Channel { rows, cols }, group_size, None);
-    if groups != Groups::Row && rows >= MIN_CHANNEL_ROWS {
+    if groups != Groups::Row && axis != Axis::Row && rows >= MIN_CHANNEL_ROWS {
         return channel;
     }
     // Row groups must not span rows of unlike scale: the largest power of two that divides the row.
@@ -137,7 +140,7 @@ pub(crate) fn choose(
         #[expect(clippy::cast_possible_truncation, reason = "at most group_size, a u16")]
         return (Geometry::Row { n }, size as u16, None);
     }
-    if groups == Groups::Channel {
+    if groups == Groups::Channel && axis != Axis::Row {
         return channel;
     }
     (
@@ -152,7 +155,9 @@ fn channel_width(dims: &[Dim], ndim: usize, axis: Axis) -> Option<usize> {
     let last = ndim.checked_sub(1)?;
     let innermost = dims.last()?;
     match axis {
-        Axis::Last => (ndim >= 2 && innermost.logical == last).then_some(innermost.size),
+        Axis::Last | Axis::Row => {
+            (ndim >= 2 && innermost.logical == last).then_some(innermost.size)
+        }
         Axis::Dim1 if ndim == 2 => (innermost.logical == 1).then_some(innermost.size),
         Axis::Dim1 => (ndim > 2 && innermost.logical == 1).then_some(innermost.size),
         Axis::Heads => {
@@ -205,6 +210,15 @@ mod tests {
             }
         );
         assert_eq!(group, 256);
+    }
+
+    #[test]
+    fn normalized_rows_are_never_mixed() {
+        let dims = dims(&[8, 128, 768], &[128 * 768, 768, 1]);
+        for groups in [Groups::Auto, Groups::Row, Groups::Channel] {
+            let (geometry, group, _) = choose(&dims, 3, Axis::Row, groups, 512);
+            assert_eq!((geometry, group), (Geometry::Row { n: 8 * 128 * 768 }, 256));
+        }
     }
 
     #[test]
