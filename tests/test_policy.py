@@ -487,7 +487,7 @@ def test_every_rule_explains_itself() -> None:
         ({"floor": 0}, "floor must be"),
         ({"plus": -1}, "plus must be"),
         ({"plus": 8}, "plus must be"),
-        ({"axis": "rows"}, "axis must be one of last, dim1"),
+        ({"axis": "rows"}, "axis must be one of last, row, dim1"),
         ({"guard": "v"}, "guard must be"),
         ({"kind": "mask"}, "needs 1 threshold"),
         ({"kind": "within", "consts": (1.0,)}, "needs 2 threshold"),
