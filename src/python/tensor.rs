@@ -181,6 +181,36 @@ fn read_attributes(api: &TorchApi, tensor: &Bound<'_, PyAny>) -> PyResult<Option
     }))
 }
 
+/// Elements that [`sample`] looks at.
+const SAMPLES: usize = 64;
+
+/// A hash of up to 64 elements spread over the view, whose dimensions in memory order are `dims`.
+///
+/// The caller holds the tensor.
+pub(crate) fn sample(view: &TensorView, dims: &[super::hooks::Dim]) -> u64 {
+    let n: usize = dims.iter().map(|dim| dim.size).product();
+    let size = view.dtype.size();
+    let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    for at in 0..SAMPLES.min(n) {
+        let mut rest = at * n / SAMPLES.min(n);
+        let mut offset = 0;
+        for dim in dims.iter().rev() {
+            offset += rest % dim.size * dim.stride;
+            rest /= dim.size;
+        }
+        let mut word = [0u8; 8];
+        // SAFETY: `rest` counts an element below `n`, so the offset lies in the view's memory, which the caller's tensor
+        // keeps alive; elements have at most 8 bytes.
+        unsafe {
+            let element = (view.data as *const u8).add(offset * size);
+            std::ptr::copy_nonoverlapping(element, word.as_mut_ptr(), size.min(8));
+        }
+        hash = (hash ^ u64::from_le_bytes(word)).wrapping_mul(0x0000_0100_0000_01b3);
+        hash ^= hash >> 29;
+    }
+    hash
+}
+
 /// The largest squared norm of the view's vectors along one dimension.
 ///
 /// The caller holds the tensor. Sums are in f32 by eight lanes, so the result is good to about 1e-6: it feeds a guard.

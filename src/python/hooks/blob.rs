@@ -108,6 +108,8 @@ pub(crate) struct Blob {
     pub(crate) row: Option<usize>,
     /// The slot of the first handle.
     pub(crate) first_slot: Option<u64>,
+    /// A few elements' hash, to notice writes that no version counts.
+    pub(crate) sample: u64,
     /// Values were stored because the slot's past promised a reader of them.
     predicted: bool,
     /// A reader of values came.
@@ -124,6 +126,7 @@ impl Blob {
         row: Option<usize>,
         first_slot: Option<u64>,
         predicted: bool,
+        sample: u64,
     ) -> Blob {
         Blob {
             parts: Mutex::new(Parts::default()),
@@ -133,6 +136,7 @@ impl Blob {
             row,
             first_slot,
             predicted,
+            sample,
             value_read: AtomicBool::new(false),
             counted: Mutex::new((0, "none")),
         }

@@ -228,7 +228,8 @@ fn need_of(store: &Store, claim: &Claim, width: Option<Option<u8>>, alive: bool)
     }
     let weight_field = |(node_type, field): &(Arc<NodeType>, usize)| {
         let field = &*node_type.fields[*field].name;
-        WEIGHT_FIELDS.contains(&field) && rule.guard != Guard::Bmm
+        WEIGHT_FIELDS.contains(&field)
+            && (rule.guard != Guard::Bmm || item.view.sizes.as_slice().len() == 2)
     };
     if item.constant && claim.reader.as_ref().is_some_and(weight_field) {
         return Need::Keep("a constant operand (a frozen weight)");
@@ -388,6 +389,9 @@ fn encode_one(py: Python<'_>, claim: &Claim, width: Option<Option<u8>>) -> PyRes
         version,
     };
     let present = find_blob(store, item, &key);
+    let sample = tensor::sample(&item.view, &item.dims);
+    // PyTorch does not count writes through `.data` as changes; most of them show in a sample.
+    let present = present.filter(|blob| blob.sample == sample);
     if let Some(blob) = &present {
         if blob.serve(want, bits).is_some() {
             blob.note_reader(want);
@@ -441,12 +445,15 @@ fn encode_one(py: Python<'_>, claim: &Claim, width: Option<Option<u8>>) -> PyRes
                 row_index,
                 Some(slot),
                 made.predicted,
+                sample,
             ));
             store.add_unique(bytes);
             let weak = Arc::downgrade(&blob);
             store.tables(|tables| {
                 if let Some(entry) = tables.storages.get_mut(&item.record.address) {
-                    entry.blobs.retain(|(_, blob)| blob.strong_count() > 0);
+                    entry
+                        .blobs
+                        .retain(|(known, blob)| blob.strong_count() > 0 && *known != key);
                     entry.blobs.push((key, weak));
                 }
             });

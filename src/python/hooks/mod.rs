@@ -22,6 +22,7 @@ mod rows;
 mod slots;
 mod storage;
 
+pub(super) use axis::Dim;
 use pyo3::prelude::*;
 
 /// Adds the hook layer's classes and functions to the module.
