@@ -126,6 +126,9 @@ fn finish(head: Head, len: usize, parts: Vec<Extent>, metadata: usize) -> Encode
     }
 }
 
+/// Elements that are looked at for a third value before the whole tensor is.
+const GLANCE: usize = 1024;
+
 /// Stores a tensor exactly in a class smaller than its elements: constant, two values, booleans or narrow integers. `None` when it
 /// fits none of them. `threads` 0 means the default.
 ///
@@ -198,7 +201,13 @@ fn lossless<W: Word>(
     };
     let (a, b) = (first.bits(), second.bits());
     let threads = parallel::threads_for(threads, size_of_val(src));
-    if size_of::<W>() <= 8 {
+    // Most tensors show a third value at once, before anything is set up for two.
+    let mut third = false;
+    strips(src, layout, 0..len.min(GLANCE), |_, s| {
+        third |= s.iter().any(|w| *w != first && *w != second);
+        !third
+    });
+    if size_of::<W>() <= 8 && !third {
         let is_bool = kind == ElementKind::Bool && a[0] <= 1 && b[0] <= 1;
         let values = if is_bool { [0, 1] } else { [a[0], b[0]] };
         if let Some(extents) = two_valued(src, layout, values, pool, threads)? {
