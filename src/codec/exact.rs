@@ -35,7 +35,6 @@ macro_rules! word {
             fn bits(self) -> [u64; 2] {
                 [u64::from(self), 0]
             }
-            #[expect(clippy::cast_possible_truncation, reason = "the bits came from a value of this type")]
             #[allow(clippy::unnecessary_cast, reason = "u64 is one of the types")]
             fn from_bits(bits: [u64; 2]) -> Self {
                 bits[0] as $T

@@ -354,7 +354,7 @@ impl Encoded {
             return Err(corrupt("the shape does not fit the number of elements"));
         }
         // The list of lengths is looked at before anything of its size is made.
-        let mut lengths = Reader(r.take(parts.checked_mul(8).unwrap_or(usize::MAX))?);
+        let mut lengths = Reader(r.take(parts.saturating_mul(8))?);
         let mut out = Encoded {
             head,
             len,

@@ -258,8 +258,11 @@ fn word(bytes: &[u8], at: usize) -> Result<u64> {
     Ok(u64::from_le_bytes(*b))
 }
 
+/// A block's metadata, and what follows them.
+type Split<'a> = (&'a [u8], &'a [u8]);
+
 /// Bytes of an offset, and the block's metadata apart from what follows them.
-fn split_block(bytes: &[u8], groups: usize) -> Result<(usize, (&[u8], &[u8]))> {
+fn split_block(bytes: &[u8], groups: usize) -> Result<(usize, Split<'_>)> {
     let offset_bytes = match word(bytes, 16)? {
         n @ (0 | 1 | 2 | 4 | 8) => n as usize,
         _ => {
@@ -348,6 +351,10 @@ pub(super) fn decode<W: Word>(
             }
             return Ok(());
         }
+        #[expect(
+            clippy::useless_vec,
+            reason = "64 KiB are too much for the stack of a worker thread"
+        )]
         let mut room = vec![W::zeroed(); BLOCK];
         for first in part.elements.clone().step_by(BLOCK) {
             let room = &mut room[..BLOCK.min(part.elements.end - first)];
