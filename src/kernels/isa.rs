@@ -145,6 +145,35 @@ fn detect(isa: Isa) -> bool {
     isa == Isa::Scalar
 }
 
+/// Whether `pext` and `pdep` are single operations. AMD before Zen 3 (and Hygon's copies of Zen 1) runs them as microcode, up to 300 cycles
+/// each. Valgrind and other emulators report what they emulate.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn has_fast_pext() -> bool {
+    static FAST: OnceLock<bool> = OnceLock::new();
+    *FAST.get_or_init(|| {
+        let vendor = cpuid(0);
+        let vendor = [vendor[1], vendor[3], vendor[2]].map(u32::to_le_bytes);
+        let version = cpuid(1)[0];
+        // The extended family counts where the family field is full.
+        let family = ((version >> 8) & 0xf)
+            + if (version >> 8) & 0xf == 0xf {
+                (version >> 20) & 0xff
+            } else {
+                0
+            };
+        !matches!(vendor.as_flattened(), b"AuthenticAMD" | b"HygonGenuine") || family >= 0x19
+    })
+}
+
+/// eax, ebx, ecx, edx of a `cpuid` leaf.
+#[cfg(target_arch = "x86_64")]
+#[allow(unused_unsafe, reason = "the intrinsic is safe in newer toolchains")]
+fn cpuid(leaf: u32) -> [u32; 4] {
+    // SAFETY: every x86-64 CPU has cpuid and its leaves 0 and 1.
+    let found = unsafe { std::arch::x86_64::__cpuid(leaf) };
+    [found.eax, found.ebx, found.ecx, found.edx]
+}
+
 /// The level of this process: what `DAF_ISA` names, else the fastest available. The variable is read at the first call only.
 ///
 /// # Errors

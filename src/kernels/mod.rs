@@ -15,6 +15,8 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod bits;
 #[cfg(test)]
 mod column_tests;
 pub mod isa;
@@ -22,6 +24,8 @@ pub mod isa;
 mod neon;
 #[cfg(test)]
 mod parity;
+#[cfg(test)]
+mod plane_tests;
 mod prefetch;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod range;

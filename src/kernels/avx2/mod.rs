@@ -4,6 +4,7 @@
 //! Every function here is `#[target_feature]`: it may be called where the CPU has these features, which [`super::for_isa`] makes sure of.
 //! Functions in the tables further require what the methods of [`super::KernelTable`] check.
 
+pub(super) mod bits;
 mod cols;
 mod dequantize;
 mod lanes;

@@ -7,6 +7,7 @@
 mod cols;
 mod dequantize;
 mod lanes;
+mod planes;
 mod quantize;
 mod range;
 
@@ -14,13 +15,13 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use lanes::MaskedLanes;
+use planes::PlaneLanes;
 
 use super::rng::{Key, MUL_1, MUL_2};
 use super::{Element, Isa, KernelTable, PlaneTable, scalar_planes};
 
 /// The kernels of this level over elements of type `T`.
-pub(super) const fn table<T: MaskedLanes>() -> KernelTable<T> {
+pub(super) const fn table<T: PlaneLanes>() -> KernelTable<T> {
     KernelTable {
         range_rows: range::range_rows,
         quantize_rows: quantize::quantize_rows,
@@ -28,6 +29,13 @@ pub(super) const fn table<T: MaskedLanes>() -> KernelTable<T> {
         range_cols: cols::range,
         quantize_cols: cols::quantize,
         dequantize_cols: cols::dequantize,
+        nonzero_plane_rows: planes::nonzero_rows,
+        nonzero_plane_cols: planes::nonzero_cols,
+        apply_nonzero_rows: planes::apply_nonzero_rows,
+        apply_nonzero_cols: planes::apply_nonzero_cols,
+        predicate_plane: planes::predicate,
+        sign_planes: planes::sign,
+        sign_values: planes::sign_values,
         ..KernelTable::scalar(Isa::Avx512)
     }
 }
@@ -35,6 +43,10 @@ pub(super) const fn table<T: MaskedLanes>() -> KernelTable<T> {
 /// The plane kernels of this level.
 pub(super) const fn plane_table() -> PlaneTable {
     PlaneTable {
+        compact: super::avx2::bits::compact,
+        expand: super::avx2::bits::expand,
+        match_plane: planes::match_plane,
+        select: planes::select,
         copy,
         ..scalar_planes(Isa::Avx512)
     }
