@@ -6,9 +6,9 @@
 * Yardstick `memcpy`: libc's memmove of the f32 source into a warm destination, one thread, timed
   in turns with the cases of its table; a ratio of 1.0x means that the source is processed at the
   speed of that copy.
-* Doors: `daf_rs.quantize`, whose packed bytes go to warm slabs, and `daf_rs.dequantize`, which
-  allocates its output. The processes run with MALLOC_MMAP_MAX_=0 and without heap trimming, so
-  that the output's pages are warm after the first round, as the copy's destination is.
+* Doors: `daf_rs.quantize`, whose packed bytes go to warm slabs, and for `dequantize` the decoding
+  into a given tensor, warm like the copy's destination. `QuantizedTensor.dequantize`, which also
+  allocates its output, stands beside it as `dequantize and allocate`.
 * Each instruction set runs in a process of its own (`DAF_ISA`).
 * The torch quantizer does the same work with torch's operators: minimum and scale a group of
   256, stochastic rounding, two codes a byte, and back.
@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ from common import ResultFile, Timing, interleave, libc_memmove, machine_info, m
 from torch import Tensor
 
 GROUP = 256
-# glibc then keeps freed blocks of any size in the process and hands them out again.
-WARM_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 26)}
+HEAD = ["case", "GB/s", "memcpy", "(minima)", "(CPU)", "Gelem/s"]
 
 
 def torch_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,6 +57,20 @@ def torch_dequantize(packed: Tensor, low: Tensor, step: Tensor) -> Tensor:
     """Returns the f32 values of `torch_quantize`."""
     codes = torch.stack((packed.bitwise_and(15), packed.bitwise_right_shift(4)), dim=2)
     return codes.view(-1, GROUP).to(torch.float32).mul_(step).add_(low).view(-1)
+
+
+def decode_into(packed: Any, out: Tensor, threads: int) -> None:
+    """Decodes a `QuantizedTensor` into memory that is there, as no public function does."""
+    packed._packed.decode_into(out, threads)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor to quantize and the group shape for it."""
+
+    label: str
+    tensor: Tensor
+    groups: str
 
 
 class Bench:
@@ -92,60 +106,88 @@ class Bench:
                 "memcpy_gb_per_s": self._source.nbytes / copy.median_wall * 1e-9,
                 # Both at the size of the case's own source.
                 "x_memcpy": copy.median_wall / self._source.nbytes * size / timing.median_wall,
+                "x_memcpy_cpu": copy.median_cpu / self._source.nbytes * size / timing.median_cpu,
                 "x_memcpy_of_minima": copy.min_wall / self._source.nbytes * size / timing.min_wall,
             }
         return timings
 
-    def codec(self, label: str, x: Tensor, bits: list[int], threads: list[int], **options: Any) -> None:
-        """Compares quantize and dequantize of one tensor at several widths and thread counts."""
+    def codec(self, inputs: list[Input], bits: list[int], threads: list[int]) -> None:
+        """Compares quantize and dequantize of tensors at several widths and thread counts.
+
+        Records of later inputs also say how many elements they do a second in units of the first
+        input (`x_first`), those of several threads in units of one thread (`x_one_thread`).
+        """
         import daf_rs
 
         cases: dict[str, tuple[Callable[[], object], int]] = {}
-        for width in bits:
-            for count in threads:
-                name = f"{label} {width} bit, {count} thread" + ("s" if count > 1 else "")
-                quantize = partial(daf_rs.quantize, x, bits=width, group_size=GROUP, seed=0, threads=count, **options)
-                cases[f"quantize {name}"] = (quantize, x.nbytes)
-                packed = quantize()
-                cases[f"dequantize {name}"] = (partial(daf_rs.dequantize, packed, threads=count), x.nbytes)
-        self.compare(cases)
+        keys: dict[str, tuple[str, str, int, int]] = {}
+        for one in inputs:
+            x = one.tensor
+            out = torch.empty_like(x).zero_()
+            for width in bits:
+                for count in threads:
+                    quantize = partial(
+                        daf_rs.quantize, x, bits=width, group_size=GROUP, groups=one.groups, seed=0, threads=count
+                    )
+                    for way, call in (
+                        ("quantize", quantize),
+                        ("dequantize", partial(decode_into, quantize(), out, count)),
+                    ):
+                        name = f"{way} {one.label} {width} bit, {count} thread" + ("s" if count > 1 else "")
+                        cases[name] = (call, x.nbytes)
+                        keys[name] = (one.label, way, width, count)
+        timings = self.compare(cases)
+        sizes = {one.label: one.tensor.numel() for one in inputs}
+        speeds = {keys[name]: sizes[keys[name][0]] / timings[name].median_wall for name in keys}
+        first = inputs[0].label
+        for name, (label, way, width, count) in keys.items():
+            speed = speeds[label, way, width, count]
+            self.records[name]["elements_per_s"] = speed
+            if label != first:
+                self.records[name]["x_first"] = speed / speeds[first, way, width, count]
+            if count > 1:
+                self.records[name]["x_one_thread"] = speed / speeds[label, way, width, 1]
 
 
 def work(megabytes: int, rounds: int, quick: bool) -> dict[str, dict[str, Any]]:
     """Measures everything under the instruction set of this process and returns the records."""
-    import daf_rs
-
     torch.set_num_threads(1)
     elements = megabytes * 1_000_000 // 4 // GROUP * GROUP
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(elements, generator=generator)
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(0))
     bench = Bench(x, rounds)
-    bench.codec("f32 row", x, [2, 4, 8], [1, 2], groups="row")
-    bench.codec("f32 row, half zeros", torch.relu(x), [4] if quick else [2, 4, 8], [1], groups="row")
-    for channels in (768, 1000, 1024):
-        matrix = x[: elements // channels * channels].view(-1, channels)
-        bench.codec(f"f32 channel C={channels}", matrix, [4] if quick else [2, 4, 8], [1], groups="channel")
-    for dtype, name in ((torch.float16, "f16"), (torch.bfloat16, "bf16")):
-        half = x.to(dtype)
-        bench.codec(f"{name} row", half, [4] if quick else [2, 4, 8], [1], groups="row")
-        del half
+    few = [4] if quick else [2, 4, 8]
+    row = Input("f32 row", x, "row")
+    bench.codec([row, Input("f32 row, half zeros", torch.relu(x), "row")], few, [1])
+    matrices = [x[: elements // c * c].view(-1, c) for c in (768, 1000, 1024)]
+    bench.codec([row, *(Input(f"f32 channel C={m.shape[1]}", m, "channel") for m in matrices)], few, [1])
+    bench.codec([row, Input("f16 row", x.half(), "row"), Input("bf16 row", x.bfloat16(), "row")], few, [1])
+    bench.codec([row], [2, 4, 8], [1, 2])
+    against_torch(bench, x, rounds)
+    return bench.records
+
+
+def against_torch(bench: Bench, x: Tensor, rounds: int) -> None:
+    """Compares with the quantizer of torch operators, which needs fewer rounds and more patience."""
+    import daf_rs
+
     packed_torch = torch_quantize(x)
-    packed = daf_rs.quantize(x, bits=4, group_size=GROUP, rounding="stochastic", groups="row", seed=0, threads=1)
+    quantize = partial(daf_rs.quantize, x, bits=4, group_size=GROUP, rounding="stochastic", groups="row", threads=1)
+    packed = quantize()
+    out = torch.zeros_like(x)
     slow = Bench(x, max(3, rounds // 3))
-    stochastic = partial(daf_rs.quantize, x, bits=4, group_size=GROUP, rounding="stochastic", groups="row", threads=1)
     timings = slow.compare(
         {
             "quantize 4 bit with torch operators": (lambda: torch_quantize(x), x.nbytes),
             "dequantize 4 bit with torch operators": (lambda: torch_dequantize(*packed_torch), x.nbytes),
-            "quantize f32 row 4 bit stochastic": (stochastic, x.nbytes),
-            "dequantize f32 row 4 bit stochastic": (partial(daf_rs.dequantize, packed, threads=1), x.nbytes),
+            "quantize f32 row 4 bit stochastic": (quantize, x.nbytes),
+            "dequantize f32 row 4 bit stochastic": (partial(decode_into, packed, out, 1), x.nbytes),
+            "dequantize and allocate, f32 row 4 bit stochastic": (partial(packed.dequantize, threads=1), x.nbytes),
         }
     )
-    bench.records |= slow.records
     for way in ("quantize", "dequantize"):
         ours, theirs = timings[f"{way} f32 row 4 bit stochastic"], timings[f"{way} 4 bit with torch operators"]
-        bench.records[f"{way} f32 row 4 bit stochastic"]["x_torch"] = theirs.median_wall / ours.median_wall
-    return bench.records
+        slow.records[f"{way} f32 row 4 bit stochastic"]["x_torch"] = theirs.median_wall / ours.median_wall
+    bench.records |= slow.records
 
 
 def levels() -> list[str]:
@@ -163,7 +205,7 @@ def run_level(isa: str, megabytes: int, rounds: int, quick: bool) -> dict[str, d
     """Measures one instruction set in a process of its own."""
     command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
     command += ["--megabytes", str(megabytes), "--rounds", str(rounds), *(["--quick"] if quick else [])]
-    environment = {**os.environ, **WARM_HEAP, "DAF_ISA": isa, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "DAF_ISA": isa, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"the measurement with DAF_ISA={isa} failed (its error is above)")
@@ -196,12 +238,13 @@ def main() -> None:
                     f"{record['gb_per_s']:.2f}",
                     f"{record['x_memcpy']:.2f}x",
                     f"{record['x_memcpy_of_minima']:.2f}x",
+                    f"{record['x_memcpy_cpu']:.2f}x",
                     f"{record['elements_per_s'] * 1e-9:.2f}",
-                    f"{record['x_torch']:.1f}x" if "x_torch" in record else "",
+                    *(f"{record[key]:.2f}x" if key in record else "" for key in ("x_first", "x_one_thread", "x_torch")),
                 ]
             )
         print(f"{machine_line(machine_info())}; DAF_ISA={isa}, {megabytes} MB of f32")
-        print(table(rows, ["case", "GB/s", "memcpy", "(minima)", "Gelem/s", "torch operators"]))
+        print(table(rows, [*HEAD, "f32 row", "1 thread", "torch operators"]))
 
 
 if __name__ == "__main__":

