@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from common import load_models, option_parser
+from common import gpt2_weights, load_models, option_parser
 from datasets import Text, load_text, random_text
 from torch import Tensor, nn
 from training import Task, add_options, run_all
@@ -43,6 +43,7 @@ class GptTask(Task):
 
     def build(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = load_models().gpt(seed=seed, vocabulary=self.text.vocabulary, layers=self.layers, length=LENGTH)
+        gpt2_weights(model, seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.1)
         return model, optimizer
 

@@ -26,6 +26,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import nn
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -83,6 +86,20 @@ def load_models() -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up here
     spec.loader.exec_module(module)
     return module
+
+
+def gpt2_weights(model: nn.Module, seed: int) -> None:
+    """Draws a GPT's matrices and embeddings from N(0, 0.02) and zeroes its biases, as GPT-2 does.
+
+    With torch's own start, embeddings of variance 1 drown the residual stream in noise that is the
+    same in every channel for hundreds of steps, which no trained model looks like.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02, generator=generator)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def _cpu() -> tuple[str, list[str]]:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import ResultFile, file_lock, load_models, machine_info, machine_line, option_parser, table
+from common import ResultFile, file_lock, gpt2_weights, load_models, machine_info, machine_line, option_parser, table
 from datasets import Text, load_text, random_text
 from torch import Tensor, nn
 
@@ -57,6 +57,7 @@ class Slot:
 def trained_gpt(text: Text, steps: int, layers: int, cache: Path) -> Subject:
     """Returns a GPT after `steps` plain steps; the weights are cached for the next run."""
     model = load_models().gpt(seed=0, vocabulary=text.vocabulary, layers=layers, length=LENGTH)
+    gpt2_weights(model, seed=0)
     generator = torch.Generator().manual_seed(0)
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
