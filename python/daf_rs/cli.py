@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     command.add_argument("--bits", type=_bits, default=4, help="1 to 8, or exact")
-    command.add_argument("--epochs", type=_positive, default=8, help="epochs of each training")
+    command.add_argument("--epochs", type=_positive, default=5, help="epochs of each training")
     command.add_argument("--threads", type=_positive, default=None, help="torch's threads (default: as torch chooses)")
     command.add_argument("--plot", type=Path, default=None, metavar="OUT.png", help="draw saved bytes by layer")
     command.set_defaults(run=_run_demo)

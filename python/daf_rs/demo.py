@@ -18,7 +18,7 @@ from .exceptions import BackendUnavailableError, InvalidArgumentError
 
 __all__ = ["run"]
 
-_BATCH = 128
+_BATCH = 64
 _SIDE = 16  # the 8x8 digits are enlarged to this
 _PEAK_RATE = 0.05
 _NEEDED = {"sklearn": "scikit-learn", "rich": "rich", "matplotlib": "matplotlib"}
@@ -106,7 +106,7 @@ def _threads(count: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def run(*, bits: int | str = 4, epochs: int = 8, threads: int | None = None, plot: Path | None = None) -> None:
+def run(*, bits: int | str = 4, epochs: int = 5, threads: int | None = None, plot: Path | None = None) -> None:
     """Train twice, print the comparison, and draw the saved bytes by layer where asked.
 
     Args:
@@ -136,7 +136,8 @@ def run(*, bits: int | str = 4, epochs: int = 8, threads: int | None = None, plo
                 progress.advance(task)
 
             outcomes[name] = _train(data, bits=width, epochs=epochs, advance=advance)
-    _print_table(outcomes, used)
+    title = f"ResNet-20 on {len(data[1])} images of digits, {used} thread{'s'[: used > 1]}"
+    _print_table(outcomes, title)
     if plot is not None:
         compressed = list(outcomes.values())[-1]
         _plot(compressed.report, plot, f"ResNet-20 on digits, batch {_BATCH}, bits={bits!r}")
@@ -147,13 +148,11 @@ def _bytes(count: float) -> str:
     return f"{count / 2**20:.2f} MiB"
 
 
-def _print_table(outcomes: dict[str, _Outcome], threads: int) -> None:
+def _print_table(outcomes: dict[str, _Outcome], title: str) -> None:
     plain, ours = outcomes.values()
     stats = ours.stats
     console = _optional("rich.console", "the demo").Console()
-    table = _optional("rich.table", "the demo").Table(
-        title=f"ResNet-20 on {len(_digits()[1])} images of digits, {threads} threads"
-    )
+    table = _optional("rich.table", "the demo").Table(title=title)
     table.add_column("")
     for name in outcomes:
         table.add_column(name, justify="right")
