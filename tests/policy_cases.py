@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
+
+from daf_rs.policy import Rule, resolve
 
 Reader = tuple[str, str]
 Op = Callable[..., Any]
@@ -414,3 +418,21 @@ def record(name: str, seed: int = 0) -> Recording:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Recording(op, inputs)
+
+
+@lru_cache(maxsize=1)
+def all_readers() -> list[tuple[str, Reader, Rule]]:
+    """Every case with every reader in it and that reader's rule."""
+    found: dict[tuple[str, Reader], Rule] = {}
+    for name in CASES:
+        for saved in record(name).saved:
+            found[name, saved.reader] = resolve(saved.node, saved.field, saved.tensor.dtype)
+    return [(name, reader, rule) for (name, reader), rule in found.items()]
+
+
+def readers_of(*kinds: str) -> list[Any]:
+    return [
+        pytest.param(name, reader, id=f"{name}-{reader[0]}.{reader[1]}")
+        for name, reader, rule in all_readers()
+        if rule.kind in kinds
+    ]

@@ -132,6 +132,13 @@ def test_lines_fit(width: int) -> None:
     assert ("encoder.layers" in table) == (width == 160)
 
 
+def test_varying_widths_are_not_shown() -> None:
+    rows = [row(0, cls="integer", bits=64), row(1, cls="two_valued", bits=1)]
+    integer, two_valued = Report(rows).format(width=120).splitlines()[2:4]
+    assert integer.split()[5] == "-"
+    assert two_valued.split()[5] == "1"
+
+
 def test_narrow_terminals_get_the_least_width(report: Report) -> None:
     assert report.format(width=20) == report.format(width=MIN_WIDTH)
 

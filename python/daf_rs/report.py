@@ -16,6 +16,8 @@ __all__ = ["Report", "Row", "Totals"]
 KEPT_SHARE = 0.9
 #: Rows that ``str()`` shows; `Report.format` takes another number.
 MAX_ROWS = 60
+#: Classes without one width for all elements.
+VARYING = ("integer", "raw")
 #: ``str()`` is not made narrower than this, so that names stay readable.
 MIN_WIDTH = 80
 
@@ -34,7 +36,8 @@ class Row:
         shape: The tensor's shape.
         dtype: Its dtype without ``torch.``, such as ``"float32"``.
         cls: The class it is stored in, such as ``"value"``, ``"mask"``, ``"unused"`` or ``"raw"``.
-        bits: Bits an element of its codes; 0 or None where there are no codes.
+        bits: Bits an element of its codes; 0 or None where there are no codes. Integers vary from block to block and
+            give the bits of an element of the tensor.
         plain_bytes: Bytes that PyTorch would hold for it; 0 if an earlier row already counts its storage.
         stored_bytes: Bytes held instead, metadata included; 0 if an earlier row already counts them.
         why: One line on what the choice rests on.
@@ -219,7 +222,7 @@ class Report:
                 "x".join(map(str, row.shape)) or "scalar",
                 row.dtype,
                 row.cls + ("*" if row.shared else ""),
-                str(row.bits or "-"),
+                "-" if row.cls in VARYING else str(row.bits or "-"),
                 human(row.plain_bytes),
                 human(row.stored_bytes),
             ]
