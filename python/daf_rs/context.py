@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _native
+from . import _arguments, _native
 from .exceptions import InvalidArgumentError
 from .report import Report, Row
 
@@ -24,9 +23,6 @@ _HAS_NODE_HOOK = hasattr(torch.autograd.graph, "node_creation_hook")
 _entered = itertools.count()
 _families = itertools.count(1)
 _local = threading.local()
-
-_ROUNDINGS = ("dither", "stochastic", "nearest")
-_GROUPS = ("auto", "row", "channel")
 
 
 @dataclass(frozen=True)
@@ -144,37 +140,34 @@ class save_compressed:
         boundary: int | str = 8,
         unknown: int | str = "exact",
     ) -> None:
-        self.bits = _width("bits", bits)
-        self.group_size = _integer("group_size", group_size)
-        if self.group_size not in (32, 64, 128, 256, 512, 1024):
-            raise InvalidArgumentError(f"group_size must be 32, 64, 128, 256, 512 or 1024; got {group_size!r}")
-        self.rounding = _choice("rounding", rounding, _ROUNDINGS)
-        self.groups = _choice("groups", groups, _GROUPS)
-        self.min_bytes = _integer("min_bytes", min_bytes)
-        if self.min_bytes < 0:
-            raise InvalidArgumentError(f"min_bytes must be 0 or more bytes; got {min_bytes!r}")
+        self.bits = _arguments.width_or_exact("bits", bits)
+        self.group_size = _arguments.group_size(group_size)
+        self.rounding = _arguments.choice("rounding", rounding, _arguments.ROUNDINGS)
+        self.groups = _arguments.choice("groups", groups, _arguments.GROUPS)
+        self.min_bytes = _arguments.integer("min_bytes", min_bytes, 0, 2**63 - 1, " (bytes)")
         if model is not None and not isinstance(model, nn.Module):
             raise InvalidArgumentError(f"model must be a torch.nn.Module or None; got {type(model).__name__}")
         self.model = model
-        self.threads = None if threads is None else _integer("threads", threads)
-        if self.threads is not None and self.threads < 1:
-            raise InvalidArgumentError(f"threads must be 1 or more, or None for torch's number; got {threads!r}")
-        self.seed = None if seed is None else _integer("seed", seed)
-        self.boundary = _width("boundary", boundary)
-        self.unknown = _width("unknown", unknown)
+        self.threads = threads
+        _arguments.threads(threads)
+        self.seed = seed
+        if seed is not None:
+            _arguments.integer("seed", seed, -(2**63), 2**64 - 1, ", or None for torch's")
+        self.boundary = _arguments.width_or_exact("boundary", boundary)
+        self.unknown = _arguments.width_or_exact("unknown", unknown)
         self._make()
 
     def _make(self) -> None:
         self._native = _native.Context(
             exact=self.bits == "exact",
-            bits=8 if self.bits == "exact" else self.bits,
+            bits=8 if isinstance(self.bits, str) else self.bits,
             group_size=self.group_size,
             rounding=self.rounding,
             groups=self.groups,
             min_bytes=self.min_bytes,
             threads=self.threads or 0,
-            boundary=None if self.boundary == "exact" else self.boundary,
-            unknown=None if self.unknown == "exact" else self.unknown,
+            boundary=None if isinstance(self.boundary, str) else self.boundary,
+            unknown=None if isinstance(self.unknown, str) else self.unknown,
             node_hook=_HAS_NODE_HOOK,
             family=_family(self.model),
         )
@@ -184,6 +177,8 @@ class save_compressed:
 
     def __enter__(self) -> save_compressed:
         """Starts compressing what autograd saves on this thread."""
+        if self.threads is None:
+            _arguments.follow_torch_threads()
         self._native.enter(self._key(), _storages(self.model))
         try:
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _native.unpack)
@@ -297,29 +292,3 @@ def _storages(model: nn.Module | None) -> list[int]:
 
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool):
-        raise InvalidArgumentError(f"{name} must be an integer; got {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InvalidArgumentError(f"{name} must be an integer; got {value!r}") from None
-
-
-def _width(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        if value != "exact":
-            raise InvalidArgumentError(f'{name} must be an integer from 1 to 8 or "exact"; got {value!r}')
-        return value
-    width = _integer(name, value)
-    if not 1 <= width <= 8:
-        raise InvalidArgumentError(f'{name} must be an integer from 1 to 8 or "exact"; got {value!r}')
-    return width
-
-
-def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise InvalidArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
-    return str(value)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import operator
-from typing import SupportsIndex
 
 import torch
 
-from . import _native
+from . import _arguments, _native
 from .exceptions import InvalidArgumentError, UnsupportedDtypeError
 
 __all__ = ["QuantizedTensor", "dequantize", "quantize"]
@@ -91,7 +89,7 @@ class QuantizedTensor:
     def dequantize(self, *, threads: int | None = None) -> torch.Tensor:
         """The tensor again; see `dequantize`."""
         out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
-        self._packed.decode_into(out, _threads(threads))
+        self._packed.decode_into(out, _arguments.threads(threads))
         return out
 
     def to_bytes(self) -> bytes:
@@ -104,7 +102,10 @@ class QuantizedTensor:
 
         Raises:
             CorruptDataError: The data are damaged, cut off, or something else. Untrusted data are safe to read.
+            InvalidArgumentError: `data` is no bytes-like object.
         """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise InvalidArgumentError(f"data must be bytes, a bytearray or a memoryview; got {type(data).__name__}")
         return cls._wrap(_native.Packed.from_bytes(bytes(data)))
 
     def __eq__(self, other: object) -> bool:
@@ -136,23 +137,6 @@ def _restore(data: torch.Tensor) -> QuantizedTensor:
 
 
 torch.serialization.add_safe_globals([_restore])
-
-
-def _integer(name: str, value: SupportsIndex, low: int, high: int, example: str) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidArgumentError(f"{name} is {value!r}; it takes an int from {low} to {high}, {example}") from None
-    if isinstance(value, bool) or not low <= number <= high:
-        raise InvalidArgumentError(f"{name} is {value!r}; allowed are {low} to {high}, {example}")
-    return number
-
-
-def _threads(threads: int | None) -> int:
-    if threads is not None:
-        return _integer("threads", threads, 1, 1024, "or None for the default")
-    _native.set_default_threads(torch.get_num_threads())
-    return 0
 
 
 def quantize(
@@ -209,13 +193,15 @@ def quantize(
         raise UnsupportedDtypeError(f"the tensor is {t.dtype}; quantize takes {allowed}")
     if t.device.type != "cpu" or t.layout != torch.strided:
         raise InvalidArgumentError(f"the tensor is {t.layout} on {t.device}; quantize takes strided CPU tensors")
-    bits = _integer("bits", bits, 1, 8, "for example 4")
-    group_size = _integer("group_size", group_size, 32, 1024, "a power of two, for example 256")
+    bits = _arguments.integer("bits", bits, 1, 8)
+    group_size = _arguments.group_size(group_size)
+    rounding = _arguments.choice("rounding", rounding, _arguments.ROUNDINGS)
+    groups = _arguments.choice("groups", groups, _arguments.GROUPS)
     if seed is None:
         seed = next(_fresh_seeds)
-    seed = _integer("seed", seed, -(2**63), 2**64 - 1, "or None for a fresh one") % 2**64
+    seed = _arguments.integer("seed", seed, -(2**63), 2**64 - 1, ", or None for a fresh one") % 2**64
     source = t.detach().resolve_neg()
-    arguments = (bits, group_size, rounding, groups, seed, _threads(threads))
+    arguments = (bits, group_size, rounding, groups, seed, _arguments.threads(threads))
     packed = _native.quantize(source, *arguments)
     if packed is None:
         # Elements that share memory (an expanded tensor) are written out first.
