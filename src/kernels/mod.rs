@@ -45,7 +45,7 @@ pub use types::{
     PLANE_STRIDE, PlaneBuf, PlaneSrc, Predicate, QuantizeParams, Rounding,
 };
 
-use crate::dtype::Float;
+use crate::dtype::{Float, FloatType};
 use crate::error::{Error, Result};
 
 /// An element type that kernels exist for.
@@ -661,6 +661,21 @@ impl PlaneTable {
             unsafe { (self.copy)(&planes.plane(k)[..len], dst) };
         }
     }
+}
+
+/// Whether a decoded value of some group may lie outside the finite range of a half type, so that it must be clamped.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+fn may_overflow<T: Element>(c0: &[f32], step: &[f32]) -> bool {
+    let limit = match T::TYPE {
+        FloatType::F32 => return false,
+        FloatType::F16 => f16::MAX.to_f32(),
+        FloatType::BF16 => bf16::MAX.to_f32(),
+    };
+    // The largest code is below 2^16 / 256. NaN counts as too large.
+    let inside = |(c0, step): (&f32, &f32)| c0.abs() + 65_536.0 * step.abs() < limit;
+    !c0.iter()
+        .zip(step)
+        .fold(true, |all, group| all & inside(group))
 }
 
 fn group_count(len: usize, group: usize) -> usize {

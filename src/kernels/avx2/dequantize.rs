@@ -4,8 +4,8 @@ use std::arch::x86_64::*;
 
 use super::lanes::Lanes;
 use super::{UNIT, words};
-use crate::kernels::Key;
 use crate::kernels::types::{CodeParams, PlaneSrc, Rounding};
+use crate::kernels::{Key, may_overflow};
 
 /// The codes of 32 elements, from 4 bytes of each plane.
 #[inline]
@@ -103,6 +103,7 @@ fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
     let units = dst.len() / UNIT;
     let stream = stream && (dst.as_ptr() as usize).is_multiple_of(32);
     assert!(slot0 / 8 + units * 4 <= planes.plane_bytes() && B <= planes.planes());
+    let clamp = may_overflow::<T>(c0, step);
     let (base, stride) = (planes.as_ptr(), planes.stride());
     let mut unit = 0;
     for (&c0, &scale) in c0.iter().zip(step) {
@@ -120,18 +121,8 @@ fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
             }
             let first = first_step.wrapping_add(unit as u32);
             let values = values::<DITHERED>(codes(bits), c0, scale, params.key, first);
-            for (i, x) in values.into_iter().enumerate() {
-                // SAFETY: unit < units, so 32 elements can be written behind it, which is a multiple of the vectors' bytes behind `dst`, so
-                // aligned as `dst` is.
-                unsafe {
-                    let to = dst.as_mut_ptr().add(unit * UNIT + 8 * i);
-                    if stream {
-                        T::stream(to, x);
-                    } else {
-                        T::store(to, x);
-                    }
-                }
-            }
+            // SAFETY: unit < units, so 32 elements can be written behind it, which is a multiple of 64 bytes behind `dst`, so aligned as it is.
+            unsafe { T::store_unit(dst.as_mut_ptr().add(unit * UNIT), values, clamp, stream) };
             unit += 1;
         }
     }
@@ -155,10 +146,8 @@ fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
         let first = first_step.wrapping_add(units as u32);
         let values = values::<DITHERED>(codes(bits), c0, scale, params.key, first);
         let mut padded = [T::zeroed(); UNIT];
-        for (i, x) in values.into_iter().enumerate() {
-            // SAFETY: `padded` has 32 elements.
-            unsafe { T::store(padded.as_mut_ptr().add(8 * i), x) };
-        }
+        // SAFETY: `padded` has 32 elements.
+        unsafe { T::store_unit(padded.as_mut_ptr(), values, true, false) };
         dst[done..].copy_from_slice(&padded[..rest]);
     }
 }

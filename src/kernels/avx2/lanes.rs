@@ -30,11 +30,11 @@ pub(in crate::kernels) trait Lanes: Element {
     /// `n` elements can be written at `ptr`, and `n` is at most 8; nothing is written behind them.
     unsafe fn store_first(n: usize, ptr: *mut Self, x: __m256);
 
-    /// As `store`, past the caches.
+    /// As `store` for four vectors, without the clamp unless `clamp` and past the caches if `stream`.
     ///
     /// # Safety
-    /// 8 elements can be written at `ptr`, which is aligned to their size.
-    unsafe fn stream(ptr: *mut Self, x: __m256);
+    /// 32 elements can be written at `ptr`; with `stream` it is aligned to 32 bytes.
+    unsafe fn store_unit(ptr: *mut Self, values: [__m256; 4], clamp: bool, stream: bool);
 }
 
 /// All bits set in the first `n` of 8 lanes; `n` is at most 8.
@@ -76,15 +76,34 @@ impl Lanes for f32 {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
-    unsafe fn stream(ptr: *mut f32, x: __m256) {
-        // SAFETY: the caller gives room for 8 elements, aligned to 32 bytes.
-        unsafe { _mm256_stream_ps(ptr, x) }
+    unsafe fn store_unit(ptr: *mut f32, values: [__m256; 4], _clamp: bool, stream: bool) {
+        for (i, x) in values.into_iter().enumerate() {
+            // SAFETY: the caller gives room for four vectors, aligned if streamed.
+            unsafe { write(ptr.add(8 * i).cast(), _mm256_castps_si256(x), stream) };
+        }
+    }
+}
+
+/// Writes a vector, past the caches if `stream`.
+///
+/// # Safety
+/// 32 bytes can be written at `ptr`; with `stream` it is aligned to 32 bytes.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+unsafe fn write(ptr: *mut __m256i, x: __m256i, stream: bool) {
+    // SAFETY: room and alignment are the caller's promise.
+    unsafe {
+        if stream {
+            _mm256_stream_si256(ptr, x);
+        } else {
+            _mm256_storeu_si256(ptr, x);
+        }
     }
 }
 
 /// The 16-bit types differ in the conversions only.
 macro_rules! half_lanes {
-    ($T:ty, $from:path, $to:path) => {
+    ($T:ty, $from:path, $to:path, $pair:path) => {
         impl Lanes for $T {
             #[inline]
             #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
@@ -124,16 +143,24 @@ macro_rules! half_lanes {
 
             #[inline]
             #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
-            unsafe fn stream(ptr: *mut $T, x: __m256) {
-                // SAFETY: the caller gives room for 8 elements of 2 bytes, aligned to 16.
-                unsafe { _mm_stream_si128(ptr.cast(), $to(x)) }
+            unsafe fn store_unit(ptr: *mut $T, values: [__m256; 4], clamped: bool, stream: bool) {
+                let [a, b, c, d] = if clamped {
+                    values.map(|x| clamp(x, <$T>::MAX.to_f32_const()))
+                } else {
+                    values
+                };
+                // SAFETY: the caller gives room for two vectors, aligned if streamed.
+                unsafe {
+                    write(ptr.cast(), $pair(a, b), stream);
+                    write(ptr.add(16).cast(), $pair(c, d), stream);
+                }
             }
         }
     };
 }
 
-half_lanes!(f16, _mm256_cvtph_ps, to_f16);
-half_lanes!(bf16, from_bf16, to_bf16);
+half_lanes!(f16, _mm256_cvtph_ps, to_f16, pair_f16);
+half_lanes!(bf16, from_bf16, to_bf16, pair_bf16);
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
@@ -157,17 +184,41 @@ fn from_bf16(x: __m128i) -> __m256 {
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(x)))
 }
 
+/// The nearest binary16 values of two vectors, ties to even.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn pair_f16(a: __m256, b: __m256) -> __m256i {
+    _mm256_set_m128i(
+        _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(b),
+        _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a),
+    )
+}
+
+/// The nearest bfloat16 values, ties to even, in the lower halves of the lanes.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn round_bf16(x: __m256) -> __m256i {
+    let bits = _mm256_castps_si256(x);
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    let above = _mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff));
+    _mm256_srli_epi32::<16>(_mm256_add_epi32(above, odd))
+}
+
+/// The nearest bfloat16 values of two vectors, ties to even.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn pair_bf16(a: __m256, b: __m256) -> __m256i {
+    // Packing works within 128-bit halves: the quarters come in the order 0, 2, 1, 3.
+    let packed = _mm256_packus_epi32(round_bf16(a), round_bf16(b));
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
+}
+
 /// The nearest finite bfloat16 values, ties to even.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
 fn to_bf16(x: __m256) -> __m128i {
-    let bits = _mm256_castps_si256(clamp(x, bf16::MAX.to_f32_const()));
-    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-    let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    let upper = _mm256_srli_epi32::<16>(rounded);
-    // Packing works within 128-bit halves: words of quarters 0 and 2 come first.
-    let packed = _mm256_packus_epi32(upper, upper);
-    _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b1000>(packed))
+    let x = clamp(x, bf16::MAX.to_f32_const());
+    _mm256_castsi256_si128(pair_bf16(x, x))
 }
 
 /// Fetches up to `lines` lines of what comes next into the second-level cache.

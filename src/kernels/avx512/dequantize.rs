@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::{DITHER, Lanes, TO_LOOP, UNIT, permutation, words};
+use crate::kernels::may_overflow;
 use crate::kernels::types::{CodeParams, PlaneSrc, Rounding};
 
 /// Turns planes into values.
@@ -240,6 +241,7 @@ fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
     let stream = stream && (dst.as_ptr() as usize).is_multiple_of(64);
     assert!(slot0 / 8 + units * 8 <= planes.plane_bytes() && B <= planes.planes());
     let (base, stride) = (planes.as_ptr(), planes.stride());
+    let clamp = may_overflow::<T>(c0, step);
     let mut groups = Groups::new(group);
     let parameters = |g: usize, h: usize| {
         (
@@ -252,18 +254,8 @@ fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
         let first = first_step.wrapping_add(2 * unit as u32);
         let values = decoder.unit::<DITHERED>(codes(planes), c2, step2, first);
         debug_assert!(unit < units);
-        for (i, x) in values.into_iter().enumerate() {
-            // SAFETY: unit < units, so 64 elements can be written behind it, which is a multiple of the vectors' bytes behind `dst`, so
-            // aligned as `dst` is.
-            unsafe {
-                let to = dst.as_mut_ptr().add(unit * UNIT + 16 * i);
-                if stream {
-                    T::stream(to, x);
-                } else {
-                    T::store(to, x);
-                }
-            }
-        }
+        // SAFETY: unit < units, so 64 elements can be written behind it, which is a multiple of 64 bytes behind `dst`, so aligned as it is.
+        unsafe { T::store_unit(dst.as_mut_ptr().add(unit * UNIT), values, clamp, stream) };
     };
     let mut unit = 0;
     while unit + 8 <= units {
@@ -300,10 +292,8 @@ fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
         let first = first_step.wrapping_add(2 * units as u32);
         let values = decoder.unit::<DITHERED>(codes(one), c2, step2, first);
         let mut padded = [T::zeroed(); UNIT];
-        for (i, x) in values.into_iter().enumerate() {
-            // SAFETY: `padded` has 64 elements.
-            unsafe { T::store(padded.as_mut_ptr().add(16 * i), x) };
-        }
+        // SAFETY: `padded` has 64 elements.
+        unsafe { T::store_unit(padded.as_mut_ptr(), values, true, false) };
         dst[done..].copy_from_slice(&padded[..rest]);
     }
 }

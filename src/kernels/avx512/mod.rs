@@ -89,11 +89,11 @@ pub(super) trait Lanes: Element {
     /// # Safety
     /// 16 elements can be written at `ptr`.
     unsafe fn store(ptr: *mut Self, x: __m512);
-    /// As `store`, past the caches.
+    /// As `store` for four vectors, without the clamp unless `clamp` and past the caches if `stream`.
     ///
     /// # Safety
-    /// 16 elements can be written at `ptr`, which is aligned to their size.
-    unsafe fn stream(ptr: *mut Self, x: __m512);
+    /// 64 elements can be written at `ptr`; with `stream` it is aligned to 64 bytes.
+    unsafe fn store_unit(ptr: *mut Self, values: [__m512; 4], clamp: bool, stream: bool);
 }
 
 impl Lanes for f32 {
@@ -119,9 +119,12 @@ impl Lanes for f32 {
     #[target_feature(
         enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
-    unsafe fn stream(ptr: *mut f32, x: __m512) {
-        // SAFETY: the caller gives room for 16 elements, aligned to 64 bytes.
-        unsafe { _mm512_stream_ps(ptr, x) };
+    unsafe fn store_unit(ptr: *mut f32, values: [__m512; 4], clamp: bool, stream: bool) {
+        let _ = clamp;
+        for (i, x) in values.into_iter().enumerate() {
+            // SAFETY: the caller gives room for four vectors, aligned if streamed.
+            unsafe { write(ptr.add(16 * i).cast(), _mm512_castps_si512(x), stream) };
+        }
     }
 }
 
@@ -148,9 +151,18 @@ impl Lanes for f16 {
     #[target_feature(
         enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
-    unsafe fn stream(ptr: *mut f16, x: __m512) {
-        // SAFETY: the caller gives room for 16 elements of 2 bytes, aligned to 32.
-        unsafe { _mm256_stream_si256(ptr.cast(), to_f16(x)) };
+    unsafe fn store_unit(ptr: *mut f16, values: [__m512; 4], clamp: bool, stream: bool) {
+        let [a, b, c, d] = if clamp {
+            values.map(|x| limit(x, f16::MAX.to_f32_const()))
+        } else {
+            values
+        };
+        for (i, (low, high)) in [(a, b), (c, d)].into_iter().enumerate() {
+            let low = _mm512_castsi256_si512(round_f16(low));
+            let pair = _mm512_inserti64x4::<1>(low, round_f16(high));
+            // SAFETY: the caller gives room for two vectors, aligned if streamed.
+            unsafe { write(ptr.add(32 * i).cast(), pair, stream) };
+        }
     }
 }
 
@@ -178,10 +190,76 @@ impl Lanes for bf16 {
     #[target_feature(
         enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
     )]
-    unsafe fn stream(ptr: *mut bf16, x: __m512) {
-        // SAFETY: the caller gives room for 16 elements of 2 bytes, aligned to 32.
-        unsafe { _mm256_stream_si256(ptr.cast(), to_bf16(x)) };
+    unsafe fn store_unit(ptr: *mut bf16, values: [__m512; 4], clamp: bool, stream: bool) {
+        let [a, b, c, d] = if clamp {
+            values.map(|x| limit(x, bf16::MAX.to_f32_const()))
+        } else {
+            values
+        };
+        let order = permutation(&EVEN_THEN_ODD);
+        for (i, (low, high)) in [(a, b), (c, d)].into_iter().enumerate() {
+            // The upper halves side by side, then in element order.
+            let low = _mm512_srli_epi32::<16>(round_bf16(low));
+            let pair = _mm512_mask_blend_epi16(0xaaaa_aaaa, low, round_bf16(high));
+            // SAFETY: the caller gives room for two vectors, aligned if streamed.
+            unsafe {
+                write(
+                    ptr.add(32 * i).cast(),
+                    _mm512_permutexvar_epi16(order, pair),
+                    stream,
+                )
+            };
+        }
     }
+}
+
+/// Writes a vector, past the caches if `stream`.
+///
+/// # Safety
+/// 64 bytes can be written at `ptr`; with `stream` it is aligned to 64 bytes.
+#[inline]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+unsafe fn write(ptr: *mut __m512i, x: __m512i, stream: bool) {
+    // SAFETY: room and alignment are the caller's promise.
+    unsafe {
+        if stream {
+            _mm512_stream_si512(ptr, x);
+        } else {
+            _mm512_storeu_si512(ptr, x);
+        }
+    }
+}
+
+/// The nearest values in -max..=max.
+#[inline]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+fn limit(x: __m512, max: f32) -> __m512 {
+    _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-max)), _mm512_set1_ps(max))
+}
+
+#[inline]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+fn round_f16(x: __m512) -> __m256i {
+    _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x)
+}
+
+/// The nearest bfloat16 values, ties to even, as the upper halves of the lanes. By hand: the conversion instruction flushes subnormals to
+/// zero.
+#[inline]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+fn round_bf16(x: __m512) -> __m512i {
+    let bits = _mm512_castps_si512(x);
+    let odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x1_0000));
+    let half = _mm512_mask_blend_epi32(odd, _mm512_set1_epi32(0x7fff), _mm512_set1_epi32(0x8000));
+    _mm512_add_epi32(bits, half)
 }
 
 /// The nearest finite binary16 values, ties to even.
@@ -190,28 +268,16 @@ impl Lanes for bf16 {
     enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn to_f16(x: __m512) -> __m256i {
-    let limit = f16::MAX.to_f32_const();
-    let x = _mm512_min_ps(
-        _mm512_max_ps(x, _mm512_set1_ps(-limit)),
-        _mm512_set1_ps(limit),
-    );
-    _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x)
+    round_f16(limit(x, f16::MAX.to_f32_const()))
 }
 
-/// The nearest finite bfloat16 values, ties to even. By hand: the conversion instruction flushes subnormals to zero.
+/// The nearest finite bfloat16 values, ties to even.
 #[inline]
 #[target_feature(
     enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
 fn to_bf16(x: __m512) -> __m256i {
-    let limit = bf16::MAX.to_f32_const();
-    let x = _mm512_min_ps(
-        _mm512_max_ps(x, _mm512_set1_ps(-limit)),
-        _mm512_set1_ps(limit),
-    );
-    let bits = _mm512_castps_si512(x);
-    let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-    let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    let rounded = round_bf16(limit(x, bf16::MAX.to_f32_const()));
     _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
 }
 
@@ -276,7 +342,18 @@ const TO_ELEMENTS: [u8; 64] = {
     table
 };
 
-/// A table of byte positions as a vector.
+/// As bytes, the positions of the even 16-bit words, then of the odd ones.
+const EVEN_THEN_ODD: [u8; 64] = {
+    let mut table = [0; 64];
+    let mut word = 0;
+    while word < 32 {
+        table[2 * word] = (2 * (word % 16) + word / 16) as u8;
+        word += 1;
+    }
+    table
+};
+
+/// A table of positions as a vector.
 #[inline]
 #[target_feature(
     enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
