@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ _HAS_NODE_HOOK = hasattr(torch.autograd.graph, "node_creation_hook")
 #: Contexts entered in this process: no two share their noise.
 _entered = itertools.count()
 _families = itertools.count(1)
+_family_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _local = threading.local()
 
 
@@ -270,11 +272,10 @@ def _family(model: nn.Module | None) -> int:
     """A number that tells the saved tensors of different models apart."""
     if model is None:
         return 0
-    number = model.__dict__.get("_daf_rs_family")
+    number = _family_of.get(model)
     if number is None:
-        number = next(_families)
-        model.__dict__["_daf_rs_family"] = number
-    return int(number)
+        number = _family_of[model] = next(_families)
+    return number
 
 
 def _storages(model: nn.Module | None) -> list[int]:

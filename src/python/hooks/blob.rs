@@ -4,9 +4,9 @@
 //! the live tensor that it passes to `pack`; the handles never change.
 
 use super::consumer::Kind;
-use super::context::Store;
 use super::slots;
 use super::storage::StorageRecord;
+use super::store::Store;
 use crate::codec::{Class, Encoded, Layout, ReadMode};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

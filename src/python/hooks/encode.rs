@@ -1,23 +1,18 @@
 //! From a claimed tensor to its stored form: the rule, the width, what is already stored, and the codec's call.
 
-use super::super::enter::enter;
 use super::super::tensor::{self, Dims};
-use super::super::torch_api::{DType, TorchApi};
+use super::super::torch_api::TorchApi;
 use super::axis::{self, Dim};
 use super::blob::{Blob, MaskKey, Want};
 use super::consumer::{Guard, Kind, NodeType, Rule};
-use super::context::{SetKey, Store};
-use super::guard::{self, Operand};
+use super::guard;
 use super::handle::{Kept, Saved, Shape, State};
+use super::part;
 use super::pending::{self, Pending, text};
 use super::rows::RowData;
 use super::slots::{self, ValueNeed};
-use crate::codec::{
-    ElementKind, Encoded, Geometry, Layout, Predicate, Source, ValueSpec, ZeroPlane,
-    encode_lossless, encode_mask, encode_raw, encode_sign, encode_value, measure,
-};
-use crate::dtype::FloatType;
-use crate::pool::SlabPool;
+use super::store::{SetKey, Store};
+use crate::codec::Layout;
 use pyo3::prelude::*;
 use std::sync::Arc;
 use std::time::Instant;
@@ -36,7 +31,7 @@ pub(crate) struct Claim {
 
 /// What a claim comes down to.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Need {
+pub(super) enum Need {
     Unused,
     Keep(&'static str),
     Lossless,
@@ -63,7 +58,7 @@ pub(crate) fn encode(
                 .resolve(node, &node_type.fields[*field].name, dtype)?;
         }
     }
-    let widths = guarded_widths(py, &claims)?;
+    let widths = guard::guarded_widths(py, &claims)?;
     let mut outcome = Ok(());
     for (claim, width) in claims.into_iter().zip(widths) {
         if outcome.is_ok() {
@@ -94,6 +89,7 @@ fn keep(
     drop(saved.settle(State::Kept(Kept {
         tensor: alias.unbind(),
         version,
+        has_memory: true,
     })));
     Ok(())
 }
@@ -106,107 +102,14 @@ fn pending_tensor<'py>(py: Python<'py>, saved: &Saved) -> Option<(Bound<'py, PyA
 }
 
 /// The user's width with a rule's additions.
-fn rule_bits(store: &Store, rule: &Rule, plus: u8) -> u8 {
+pub(super) fn rule_bits(store: &Store, rule: &Rule, plus: u8) -> u8 {
     (rule.bits.unwrap_or(store.config.bits) + plus)
         .max(rule.floor)
         .clamp(1, 8)
 }
 
-/// Widths of claims that a guard binds: `Some(None)` means that no width is enough.
-fn guarded_widths(py: Python<'_>, claims: &[Claim]) -> PyResult<Vec<Option<Option<u8>>>> {
-    let mut widths = vec![None; claims.len()];
-    let find = |wanted: Guard| claims.iter().position(|claim| claim.rule.guard == wanted);
-    let bmm: Vec<usize> = (0..claims.len())
-        .filter(|&index| claims[index].rule.guard == Guard::Bmm)
-        .collect();
-    let pair = match (find(Guard::Query), find(Guard::Key), bmm.as_slice()) {
-        (Some(q), Some(k), _) => Some((q, k, true)),
-        (_, _, &[left, right]) => Some((left, right, false)),
-        (_, _, &[single]) => {
-            // The other operand is no activation: a plain product, at the user's width.
-            let claim = &claims[single];
-            widths[single] = Some(Some(rule_bits(
-                &claim.item.saved.get().store,
-                &claim.rule,
-                0,
-            )));
-            None
-        }
-        _ => None,
-    };
-    let Some((q, k, scaled)) = pair else {
-        return Ok(widths);
-    };
-    let store = &claims[q].item.saved.get().store;
-    if store.config.exact
-        || claims[q].item.view.float_type().is_none()
-        || claims[k].item.view.float_type().is_none()
-    {
-        return Ok(widths);
-    }
-    let least = |at: usize| rule_bits(store, &claims[at].rule, claims[at].rule.plus);
-    let ndim = claims[q].item.view.sizes.as_slice().len();
-    // Contracted dimension: the last of q and k; of a bmm's second operand the last but one.
-    let along_k = if scaled {
-        ndim - 1
-    } else {
-        ndim.saturating_sub(2)
-    };
-    let head = claims[q]
-        .item
-        .view
-        .sizes
-        .as_slice()
-        .last()
-        .copied()
-        .unwrap_or(1);
-    #[expect(clippy::cast_precision_loss, reason = "head sizes are small")]
-    let head = if scaled { head as f64 } else { 1.0 };
-    let left = operand(py, &claims[q], ndim - 1)?;
-    let right = operand(py, &claims[k], along_k)?;
-    let (Some(left), Some(right)) = (left, right) else {
-        return Ok(widths);
-    };
-    let width = guard::width(left, right, head, least(q).min(least(k)));
-    for at in [q, k] {
-        widths[at] = Some(width.map(|width| width.max(least(at))));
-    }
-    Ok(widths)
-}
-
-/// Ranges and norms of one operand; `None` where it is not finite (every group with it is stored raw anyway).
-fn operand(py: Python<'_>, claim: &Claim, along: usize) -> PyResult<Option<Operand>> {
-    let item = &claim.item;
-    let Some(dtype) = item.view.float_type() else {
-        return Ok(None);
-    };
-    let store = &item.saved.get().store;
-    let config = &store.config;
-    let ndim = item.view.sizes.as_slice().len();
-    let (geometry, group_size, _) = axis::choose(
-        &item.dims,
-        ndim,
-        claim.rule.axis,
-        config.groups,
-        config.group_size,
-    );
-    let (layout, threads) = (layout_of(&item.dims), config.threads);
-    let (address, span) = (item.view.data, layout.span() * dtype.size());
-    let bytes = layout.len() * dtype.size();
-    let view = item.view.clone();
-    let (stats, norm) = enter(py, bytes, move || {
-        // SAFETY: the handle's state holds the tensor, whose memory has this span from this address.
-        let source = unsafe { Source::new(address as *const u8, span) };
-        let stats = measure(source, &layout, dtype, geometry, group_size, threads)?;
-        Ok((stats, tensor::max_norm_squared(&view, dtype, along)))
-    })?;
-    Ok(stats.finite.then_some(Operand {
-        max_norm_squared: norm,
-        mean_range_squared: stats.mean_range_sq,
-    }))
-}
-
-fn layout_of(dims: &[Dim]) -> Layout {
+/// The codec's layout of dimensions in memory order.
+pub(super) fn layout_of(dims: &[Dim]) -> Layout {
     let sizes: Vec<i64> = dims
         .iter()
         .map(|dim| i64::try_from(dim.size).unwrap_or(i64::MAX))
@@ -408,7 +311,7 @@ fn encode_one(py: Python<'_>, claim: &Claim, width: Option<Option<u8>>) -> PyRes
         }
     }
     let started = Instant::now();
-    let made = make_part(py, store, claim, need, present.as_deref(), &known)?;
+    let made = part::make_part(py, store, claim, need, present.as_deref(), &known)?;
     let bytes = item.view.numel() * item.view.dtype.size();
     store.packed(bytes, started.elapsed());
     let Some(made) = made else {
@@ -558,221 +461,5 @@ fn shape_of(item: &Pending) -> Shape {
         allocate,
         dtype: view.dtype,
         compact,
-    }
-}
-
-/// A new part of a blob.
-struct Made {
-    part: Encoded,
-    /// It is a value code whose zero plane also answers this question.
-    answers: Option<MaskKey>,
-    /// Every bit is there.
-    lossless: bool,
-    /// It holds values because the slot's past says that a reader of values will come.
-    predicted: bool,
-    note: Option<&'static str>,
-}
-
-impl Made {
-    /// Puts the part where its readers look.
-    fn put(self, parts: &mut super::blob::Parts, need: Need) {
-        let part = Arc::new(self.part);
-        match need {
-            _ if self.lossless => {
-                // Every bit serves every reader.
-                parts.value = None;
-                parts.value_answers = None;
-                parts.masks.clear();
-                parts.lossless = Some(part);
-            }
-            Need::Mask(key, never_negative) if !self.predicted => {
-                parts.masks.push((key, part));
-                if never_negative {
-                    parts.never_negative = Some(key);
-                }
-            }
-            _ => {
-                parts.value = Some(part);
-                if let Some(key) = self.answers {
-                    parts.masks.retain(|(known, _)| *known != key);
-                    parts.value_answers = Some(key);
-                }
-            }
-        }
-    }
-}
-
-/// Encodes what a need asks for; `None` where only the tensor itself will do.
-fn make_part(
-    py: Python<'_>,
-    store: &Store,
-    claim: &Claim,
-    need: Need,
-    present: Option<&Blob>,
-    known: &slots::Slot,
-) -> PyResult<Option<Made>> {
-    let item = &claim.item;
-    let config = &store.config;
-    let layout = layout_of(&item.dims);
-    let dtype = item.view.dtype;
-    let (address, span, threads) = (item.view.data, layout.span() * dtype.size(), config.threads);
-    let bytes = layout.len() * dtype.size();
-    let pool = SlabPool::global();
-    // SAFETY of every use: the handle's state holds the tensor, whose memory has this span from this address.
-    let source = move || unsafe { Source::new(address as *const u8, span) };
-    let value = |bits: u8, axis, answers: Option<MaskKey>, predicted| -> PyResult<Option<Made>> {
-        let Some(float) = item.view.float_type() else {
-            return Ok(None);
-        };
-        let ndim = item.view.sizes.as_slice().len();
-        let (geometry, group_size, note) =
-            axis::choose(&item.dims, ndim, axis, config.groups, config.group_size);
-        let spec = spec(
-            store,
-            float,
-            bits,
-            group_size,
-            geometry,
-            item.ordinal,
-            answers.is_some(),
-        );
-        let layout = layout.clone();
-        let part = enter(py, bytes, move || {
-            encode_value(source(), &layout, &spec, pool, threads)
-        })?;
-        Ok(Some(Made {
-            part,
-            answers,
-            lossless: false,
-            predicted,
-            note,
-        }))
-    };
-    let lossless = |copy: bool| -> PyResult<Option<Made>> {
-        let (kind, layout) = (element_kind(dtype), layout.clone());
-        let part = enter(py, bytes, move || {
-            let part = encode_lossless(source(), &layout, kind, pool, threads)?;
-            if part.is_none() && copy {
-                return encode_raw(source(), &layout, kind, pool, threads).map(Some);
-            }
-            Ok(part)
-        })?;
-        Ok(part.map(|part| Made {
-            part,
-            answers: None,
-            lossless: true,
-            predicted: false,
-            note: None,
-        }))
-    };
-    match need {
-        Need::Value { bits, .. } => {
-            if item.constant {
-                // Nobody's output: perhaps a dropout mask, which one bit an element keeps exactly.
-                if let Some(made) = lossless(false)? {
-                    return Ok(Some(made));
-                }
-            }
-            let answers = present.and_then(Blob::answerable);
-            let wider = known.value_too.filter(|need| need.bits > bits);
-            match wider {
-                Some(need) => value(need.bits, need.axis, answers, false),
-                None => value(bits, claim.rule.axis, answers, false),
-            }
-        }
-        Need::Mask(key, never_negative) => {
-            if let (Some(need), true, None) = (known.value_too, never_negative, present) {
-                return value(need.bits, need.axis, Some(key), true);
-            }
-            let Some(float) = item.view.float_type() else {
-                return Ok(None);
-            };
-            let layout = layout.clone();
-            let pair = claim.rule.representatives[float as usize];
-            let part = enter(py, bytes, move || {
-                mask(key, pair, source(), &layout, float, pool, threads)
-            })?;
-            match part {
-                Some(part) => Ok(Some(Made {
-                    part,
-                    answers: None,
-                    lossless: false,
-                    predicted: false,
-                    note: None,
-                })),
-                None => Ok(None),
-            }
-        }
-        _ => lossless(item.small_view),
-    }
-}
-
-fn spec(
-    store: &Store,
-    dtype: FloatType,
-    bits: u8,
-    group_size: u16,
-    geometry: Geometry,
-    ordinal: u64,
-    mask_reader: bool,
-) -> ValueSpec {
-    ValueSpec {
-        dtype,
-        bits,
-        group_size,
-        rounding: store.config.rounding,
-        geometry,
-        key: store.next_key(ordinal),
-        zero: if mask_reader {
-            ZeroPlane::Always
-        } else {
-            ZeroPlane::Auto
-        },
-    }
-}
-
-/// The mask code of a question; `None` where it cannot answer exactly (signs of NaN).
-fn mask(
-    key: MaskKey,
-    [set, unset]: [f32; 2],
-    source: Source<'_>,
-    layout: &Layout,
-    dtype: FloatType,
-    pool: &Arc<SlabPool>,
-    threads: usize,
-) -> crate::Result<Option<Encoded>> {
-    let predicate = match key.kind {
-        Kind::Sign => return encode_sign(source, layout, dtype, pool, threads),
-        Kind::Within => Predicate::Within {
-            lo: key.lo,
-            hi: key.hi,
-        },
-        Kind::NotBeyond => Predicate::NotBeyond {
-            lo: key.lo,
-            hi: key.hi,
-        },
-        _ => Predicate::GreaterOrNan { t: key.lo },
-    };
-    encode_mask(source, layout, dtype, predicate, set, unset, pool, threads).map(Some)
-}
-
-fn element_kind(dtype: DType) -> ElementKind {
-    #[expect(clippy::cast_possible_truncation, reason = "1, 2, 4 or 8")]
-    let bytes = dtype.size() as u8;
-    match (dtype.code, dtype.bits) {
-        (2, 64) => ElementKind::Float64,
-        (6, _) => ElementKind::Bool,
-        (0, _) => ElementKind::Int {
-            bytes,
-            signed: true,
-        },
-        (1, _) => ElementKind::Int {
-            bytes,
-            signed: false,
-        },
-        _ => match tensor::float_type(dtype) {
-            Some(float) => ElementKind::Float(float),
-            None => ElementKind::Opaque { bytes },
-        },
     }
 }

@@ -6,8 +6,8 @@ use super::super::enter::enter;
 use super::super::tensor::{Dims, TensorView};
 use super::super::torch_api::{DType, TorchApi};
 use super::blob::{Blob, Want};
-use super::context::Store;
 use super::storage::StorageRecord;
+use super::store::Store;
 use crate::codec::{Layout, Target};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -19,6 +19,18 @@ pub(crate) struct Kept {
     pub(crate) tensor: Py<PyAny>,
     /// `None` for tensors that keep no version (inference tensors, some subclasses).
     pub(crate) version: Option<i64>,
+    /// It had memory when it was saved: backward must not get it without.
+    pub(crate) has_memory: bool,
+}
+
+impl Kept {
+    fn clone_ref(&self, py: Python<'_>) -> Kept {
+        Kept {
+            tensor: self.tensor.clone_ref(py),
+            version: self.version,
+            has_memory: self.has_memory,
+        }
+    }
 }
 
 /// How a decoded tensor is laid out.
@@ -108,8 +120,8 @@ impl Drop for Saved {
 
 /// What unpacking copies out of a state before it calls Python.
 enum Task {
-    Return(Py<PyAny>, Option<i64>),
-    Detach(Py<PyAny>, Option<i64>),
+    Return(Kept),
+    Detach(Kept),
     Decode(Arc<Blob>, Want, u8, Shape),
     Allocate(Shape),
     Raise(i64, i64),
@@ -128,8 +140,8 @@ pub(crate) fn unpack<'py>(
         super::pending::learn(py, api, saved)?;
     }
     let task = saved.look(|state| match state {
-        State::Pending(kept) => Task::Detach(kept.tensor.clone_ref(py), kept.version),
-        State::Kept(kept) => Task::Return(kept.tensor.clone_ref(py), kept.version),
+        State::Pending(kept) => Task::Detach(kept.clone_ref(py)),
+        State::Kept(kept) => Task::Return(kept.clone_ref(py)),
         State::Coded {
             blob,
             want,
@@ -140,10 +152,8 @@ pub(crate) fn unpack<'py>(
         State::Lost { found, expected } => Task::Raise(*found, *expected),
     });
     match task {
-        Task::Return(tensor, version) => checked(tensor.into_bound(py), version),
-        Task::Detach(tensor, version) => {
-            checked(tensor.into_bound(py), version)?.call_method0(pyo3::intern!(py, "detach"))
-        }
+        Task::Return(kept) => checked(py, kept),
+        Task::Detach(kept) => checked(py, kept)?.call_method0(pyo3::intern!(py, "detach")),
         Task::Decode(blob, want, bits, shape) => {
             decode(py, api, &saved.store, &blob, want, bits, &shape)
         }
@@ -153,14 +163,24 @@ pub(crate) fn unpack<'py>(
 }
 
 /// The tensor, if nobody modified it since it was saved.
-fn checked(tensor: Bound<'_, PyAny>, version: Option<i64>) -> PyResult<Bound<'_, PyAny>> {
-    if let Some(expected) = version {
-        let found: i64 = tensor
-            .getattr(pyo3::intern!(tensor.py(), "_version"))?
-            .extract()?;
+fn checked<'py>(py: Python<'py>, kept: Kept) -> PyResult<Bound<'py, PyAny>> {
+    let tensor = kept.tensor.into_bound(py);
+    if let Some(expected) = kept.version {
+        let found: i64 = tensor.getattr(pyo3::intern!(py, "_version"))?.extract()?;
         if found != expected {
             return Err(modified(found, expected));
         }
+    }
+    if kept.has_memory
+        && tensor
+            .call_method0(pyo3::intern!(py, "data_ptr"))?
+            .extract::<usize>()?
+            == 0
+    {
+        return Err(PyRuntimeError::new_err(
+            "daf_rs: the storage of a saved tensor was resized to 0 before backward; restore its memory first (FSDP does it by \
+             unsharding), or do not resize what the forward saved",
+        ));
     }
     Ok(tensor)
 }

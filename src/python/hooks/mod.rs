@@ -1,7 +1,8 @@
 //! The saved-tensor hooks: what happens between autograd saving a tensor and reading it back.
 //!
-//! * [`context`] holds one `save_compressed`'s settings, counters and tables, and its `pack`;
+//! * [`store`] holds one `save_compressed`'s settings, counters and tables, [`context`] its `pack`;
 //! * [`pending`] waits for the node that saves a tensor and then decides, with [`consumer`]'s rules, what is stored;
+//! * [`encode`] turns a decision into a stored form, [`part`] calls the codec;
 //! * [`blob`] is the stored form of one set of elements, shared by every handle on it;
 //! * [`handle`] is the object that autograd keeps instead of the tensor, and `unpack`;
 //! * [`storage`] identifies torch's storages and counts the bytes that plain PyTorch would hold;
@@ -17,10 +18,12 @@ mod context;
 mod encode;
 mod guard;
 mod handle;
+mod part;
 mod pending;
 mod rows;
 mod slots;
 mod storage;
+mod store;
 
 pub(super) use axis::Dim;
 use pyo3::prelude::*;

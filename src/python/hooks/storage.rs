@@ -11,7 +11,7 @@ use std::thread::ThreadId;
 /// One storage that autograd saved something of.
 #[derive(Debug)]
 pub(crate) struct StorageRecord {
-    /// Address of the `StorageImpl`, on which a weak reference is held until [`StorageRecord::release`].
+    /// Address of the `StorageImpl`, on which a weak reference is held.
     pub(crate) address: usize,
     /// Bytes of the whole storage at its first save.
     pub(crate) nbytes: usize,
@@ -77,10 +77,15 @@ impl StorageRecord {
         // The Python object that identified the storage is kept by it and counts as one user.
         Ok(users > self.aliases.load(Ordering::Relaxed) + 1)
     }
+}
 
-    /// Gives the weak reference back; the record must not be used to identify a storage afterwards.
-    pub(crate) fn release(&self, py: Python<'_>, api: &TorchApi) {
-        // Fails only at interpreter exit, where the process's end frees it.
-        let _ = api.storage_free_weak.bind(py).call1((self.address,));
+impl Drop for StorageRecord {
+    fn drop(&mut self) {
+        // At interpreter exit there is nobody to give the weak reference back to: the process's end frees it.
+        Python::try_attach(|py| {
+            if let Ok(api) = TorchApi::get(py) {
+                let _ = api.storage_free_weak.bind(py).call1((self.address,));
+            }
+        });
     }
 }
