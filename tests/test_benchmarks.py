@@ -47,7 +47,7 @@ def test_every_script_is_documented():
     text = (BENCHMARKS / "README.md").read_text()
     scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "def main()" in path.read_text()}
     assert scripts == {name for name in scripts if f"python benchmarks/{name}.py" in text}
-    assert len(scripts) == 7
+    assert len(scripts) == 8
 
 
 def test_codec(tmp_path):
@@ -129,6 +129,17 @@ def test_interrupted_training_goes_on_to_the_same_result(modules, tmp_path):
     parts = training.run(GptTask(random_text(), 2, 2, 1), "4bit", 3, tmp_path / "parts.pt")
     assert parts["train_losses"] == whole["train_losses"]
     assert parts["validation_loss"] == whole["validation_loss"]
+
+
+def test_summary_shows_what_was_measured_and_nothing_else(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "summary.py"), "--results", str(tmp_path)]
+    machine = {"cpu": "CPU", "cores": 2, "load_average": [0.1, 0, 0], "date": "2026-01-01"}
+    runs = {f"f32/{seed}": {"mode": "f32", "validation_loss": 2.0 + seed} for seed in (0, 1)}
+    document = {"benchmark": "accuracy_gpt", "machine": machine, "records": runs}
+    (tmp_path / "accuracy_gpt.json").write_text(json.dumps(document))
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "2.5000 ± 0.7071 (2 seeds)" in printed
+    assert "quantize" not in printed
 
 
 def test_modes(modules):
