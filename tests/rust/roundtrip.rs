@@ -2,20 +2,22 @@
 
 mod common;
 
-use common::{Content, bound, decode, fill, spec_of};
+use common::oracle::{self, Oracle};
+use common::{Content, bits_of, bound, decode, fill, places, spec_of};
 use daf_rs::codec::*;
 use daf_rs::dtype::{Float, FloatType};
 use daf_rs::pool::SlabPool;
 use half::{bf16, f16};
+use proptest::prelude::*;
 
 fn check<T: Float>(x: &[T], layout: &Layout, spec: &ValueSpec, what: &str) {
     let pool = SlabPool::new(Default::default());
     let q = encode_value(Source::from_slice(x), layout, spec, &pool, 1).unwrap();
     let y: Vec<T> = decode(&q, layout);
     for (i, b) in bound(x, layout, spec).into_iter().enumerate() {
-        let Some((at, limit)) = b else { continue };
+        let (at, limit) = b.unwrap();
+        let same = bits_of(x[at]) == bits_of(y[at]);
         let (x, y) = (x[at].to_f32(), y[at].to_f32());
-        let same = x.to_bits() == y.to_bits() || (x.is_nan() && y.is_nan());
         let error = (f64::from(x) - f64::from(y)).abs();
         assert!(
             same || error <= limit,
@@ -169,4 +171,282 @@ fn gaps_are_skipped_and_left_alone() {
             }
         }
     }
+}
+
+/// The strides of a view: memory order by a permutation, a factor of gaps at each level.
+fn strides(sizes: &[i64], order: &[usize], gaps: &[i64]) -> Vec<i64> {
+    let mut out = vec![0; sizes.len()];
+    let mut step = 1;
+    for (&d, gap) in order.iter().zip(gaps) {
+        out[d] = step * gap;
+        step = out[d] * sizes[d].max(1);
+    }
+    out
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Any view of any content in any spec comes back within the bound, the same with another number of threads, the same through a
+    /// byte string, and byte for byte as the second implementation in `common::oracle` says.
+    #[test]
+    fn any_view_in_any_spec(
+        dtype in 0u8..3,
+        sizes in prop::collection::vec(1i64..40, 1..4),
+        order in Just([0usize, 1, 2]).prop_shuffle(),
+        gaps in prop::array::uniform3(1i64..3),
+        columns in any::<prop::sample::Index>(),
+        channel in any::<bool>(),
+        bits in 1u8..=8,
+        log_group in 5u32..=10,
+        rounding in 0u8..3,
+        zero in 0usize..3,
+        content in 0..Content::ALL.len(),
+        key in any::<u64>(),
+    ) {
+        let order: Vec<usize> = order.into_iter().filter(|d| *d < sizes.len()).collect();
+        let layout = Layout::from_strided(&sizes, &strides(&sizes, &order, &gaps));
+        let n = layout.len();
+        let divisors: Vec<usize> = (1..=n).filter(|c| n % c == 0).collect();
+        let cols = divisors[columns.index(divisors.len())];
+        let geometry = if channel { Geometry::Channel { rows: n / cols, cols } } else { Geometry::Row { n } };
+        let spec = ValueSpec {
+            dtype: FloatType::ALL[usize::from(dtype)],
+            bits,
+            group_size: 1 << log_group,
+            rounding: [Rounding::Dither, Rounding::Stochastic, Rounding::Nearest][usize::from(rounding)],
+            geometry,
+            key,
+            zero: [ZeroPlane::Auto, ZeroPlane::Always, ZeroPlane::Never][zero],
+        };
+        match spec.dtype {
+            FloatType::F32 => against_oracle::<f32>(&layout, &spec, Content::ALL[content]),
+            FloatType::F16 => against_oracle::<f16>(&layout, &spec, Content::ALL[content]),
+            FloatType::BF16 => against_oracle::<bf16>(&layout, &spec, Content::ALL[content]),
+        }
+    }
+}
+
+fn against_oracle<T: Float + oracle::Element>(layout: &Layout, spec: &ValueSpec, content: Content) {
+    let x: Vec<T> = fill(content, layout.span(), spec.key);
+    check(
+        &x,
+        layout,
+        spec,
+        &format!("{content:?} {layout:?} {spec:?}"),
+    );
+    let q = encode_value(Source::from_slice(&x), layout, spec, SlabPool::global(), 2).unwrap();
+    let memory_order: Vec<T> = places(layout, x.len())
+        .into_iter()
+        .map(|at| x[at])
+        .collect();
+    let second = Oracle {
+        bits: spec.bits.into(),
+        group: spec.group_size.into(),
+        rounding: spec.rounding as u8,
+        channels: match spec.geometry {
+            Geometry::Row { .. } => None,
+            Geometry::Channel { rows, cols } => Some((rows, cols)),
+        },
+        key: spec.key,
+        zero: spec.zero as u8,
+    }
+    .encode(&memory_order);
+    let shape = TensorShape {
+        sizes: vec![layout.len() as i64],
+        strides: vec![1],
+    };
+    let bytes = q.to_bytes(&shape).unwrap();
+    let parts: Vec<u8> = second.concat();
+    let end = bytes.len() - 4;
+    assert!(
+        bytes[end - parts.len()..end] == parts[..],
+        "other bytes than docs/format.md says: {content:?} {layout:?} {spec:?}"
+    );
+    let (back, _) = Encoded::from_bytes(&bytes, SlabPool::global()).unwrap();
+    assert!(
+        back == q
+            && back.metadata_bytes() == q.metadata_bytes()
+            && back.has_zero_plane() == q.has_zero_plane()
+    );
+}
+
+/// Several blocks and segments, so that keys, tiles and threads matter.
+#[test]
+fn large_tensors_match_the_second_implementation() {
+    for (i, content) in [
+        Content::Normal,
+        Content::Relu,
+        Content::NonFinite,
+        Content::Offset,
+        Content::Sparse,
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let geometries = [
+            Geometry::Row { n: 600_003 },
+            Geometry::Channel {
+                rows: 2_100,
+                cols: 130,
+            },
+            Geometry::Channel {
+                rows: 20_000,
+                cols: 24,
+            },
+        ];
+        for geometry in geometries {
+            let spec = ValueSpec {
+                rounding: [Rounding::Dither, Rounding::Nearest][i % 2],
+                ..spec_of(FloatType::F32, 1 + i as u8, geometry)
+            };
+            against_oracle::<f32>(&Layout::contiguous(geometry.len()), &spec, content);
+        }
+    }
+}
+
+#[test]
+fn readers_of_masks_and_of_signs_are_served() {
+    for geometry in [
+        Geometry::Row { n: 70_000 },
+        Geometry::Channel {
+            rows: 700,
+            cols: 100,
+        },
+    ] {
+        let x: Vec<f32> = fill(Content::Relu, 70_000, 9);
+        let layout = Layout::contiguous(x.len());
+        let spec = ValueSpec {
+            zero: ZeroPlane::Always,
+            bits: 1,
+            ..spec_of(FloatType::F32, 1, geometry)
+        };
+        let q = encode_value(
+            Source::from_slice(&x),
+            &layout,
+            &spec,
+            SlabPool::global(),
+            1,
+        )
+        .unwrap();
+        assert!(q.has_zero_plane());
+        let mut y = vec![9f32; x.len()];
+        q.decode_into(Target::from_slice(&mut y), &layout, ReadMode::Mask, 1)
+            .unwrap();
+        assert!(
+            x.iter()
+                .zip(&y)
+                .all(|(x, y)| *y == f32::from(u8::from(*x > 0.0)))
+        );
+        q.decode_into(
+            Target::from_slice(&mut y),
+            &layout,
+            ReadMode::ValuesPositive,
+            1,
+        )
+        .unwrap();
+        assert!(x.iter().zip(&y).all(|(x, y)| (*x > 0.0) == (*y > 0.0)));
+        q.decode_into(Target::from_slice(&mut y), &layout, ReadMode::Values, 1)
+            .unwrap();
+        assert!(y.iter().any(|y| *y < 0.0), "values are not clamped");
+        let never = ValueSpec {
+            zero: ZeroPlane::Never,
+            ..spec
+        };
+        let q = encode_value(
+            Source::from_slice(&x),
+            &layout,
+            &never,
+            SlabPool::global(),
+            1,
+        )
+        .unwrap();
+        let e = q
+            .decode_into(Target::from_slice(&mut y), &layout, ReadMode::Mask, 1)
+            .unwrap_err();
+        assert!(e.to_string().contains("ZeroPlane::Always"), "{e}");
+    }
+}
+
+#[test]
+fn many_zeros_cost_one_bit_each() {
+    let n = 1 << 20;
+    let x: Vec<f32> = fill(Content::Relu, n, 1);
+    let spec = spec_of(FloatType::F32, 4, Geometry::Row { n });
+    let q = encode_value(
+        Source::from_slice(&x),
+        &Layout::contiguous(n),
+        &spec,
+        SlabPool::global(),
+        1,
+    )
+    .unwrap();
+    let bits = 8.0 * (q.stored_bytes() - q.metadata_bytes()) as f64 / n as f64;
+    assert!(
+        (bits - 3.0).abs() < 0.02,
+        "{bits} bits an element, 1 + 4/2 expected"
+    );
+}
+
+#[test]
+fn wrong_arguments_say_what_is_allowed() {
+    let x = [0f32; 100];
+    let (layout, pool) = (Layout::contiguous(100), SlabPool::global());
+    let good = spec_of(FloatType::F32, 4, Geometry::Row { n: 100 });
+    let fails = |spec: ValueSpec, layout: &Layout| {
+        let e = encode_value(Source::from_slice(&x), layout, &spec, pool, 1).unwrap_err();
+        assert!(matches!(e, daf_rs::Error::InvalidArgument(_)));
+        e.to_string()
+    };
+    assert!(fails(ValueSpec { bits: 0, ..good }, &layout).contains("1 to 8"));
+    assert!(fails(ValueSpec { bits: 9, ..good }, &layout).contains("1 to 8"));
+    assert!(
+        fails(
+            ValueSpec {
+                group_size: 48,
+                ..good
+            },
+            &layout
+        )
+        .contains("powers of two from 32 to 1024")
+    );
+    assert!(
+        fails(
+            ValueSpec {
+                geometry: Geometry::Row { n: 99 },
+                ..good
+            },
+            &layout
+        )
+        .contains("99")
+    );
+    assert!(
+        fails(
+            ValueSpec {
+                geometry: Geometry::Row { n: 101 },
+                ..good
+            },
+            &Layout::contiguous(101)
+        )
+        .contains("400 bytes")
+    );
+    let q = encode_value(Source::from_slice(&x), &layout, &good, pool, 1).unwrap();
+    let e = q
+        .decode_into(
+            Target::from_slice(&mut [0f32; 100]),
+            &Layout::contiguous(99),
+            ReadMode::Values,
+            1,
+        )
+        .unwrap_err();
+    assert!(e.to_string().contains("100 elements"), "{e}");
+    let e = q
+        .decode_into(
+            Target::from_slice(&mut [0f32; 99]),
+            &layout,
+            ReadMode::Values,
+            1,
+        )
+        .unwrap_err();
+    assert!(e.to_string().contains("396 bytes"), "{e}");
 }

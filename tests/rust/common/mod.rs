@@ -1,6 +1,8 @@
 //! Contents, specs and error bounds shared by the tests of the codec.
 #![allow(dead_code, reason = "each test uses a part")]
 
+pub(crate) mod oracle;
+
 use daf_rs::codec::*;
 use daf_rs::dtype::{Float, FloatType};
 use daf_rs::kernels::rng::mix64;
@@ -63,11 +65,8 @@ pub(crate) fn fill<T: Float>(content: Content, n: usize, seed: u64) -> Vec<T> {
         }
     };
     let bits = |b: u32| -> T {
-        if size_of::<T>() == 4 {
-            *bytemuck_from(&b)
-        } else {
-            *bytemuck_from(&((b >> 16) as u16))
-        }
+        let b = if size_of::<T>() == 4 { b } else { b >> 16 };
+        bytemuck::pod_read_unaligned(&b.to_le_bytes()[..size_of::<T>()])
     };
     let smallest = f64::from(T::smallest_positive().to_f32());
     (0..n)
@@ -114,12 +113,6 @@ pub(crate) fn fill<T: Float>(content: Content, n: usize, seed: u64) -> Vec<T> {
         .collect()
 }
 
-fn bytemuck_from<A: Copy, B: Copy>(a: &A) -> &B {
-    assert_eq!(size_of::<A>(), size_of::<B>());
-    // SAFETY: both are plain numbers of one size.
-    unsafe { &*std::ptr::from_ref(a).cast() }
-}
-
 /// A spec with the usual choices.
 pub(crate) fn spec_of(dtype: FloatType, bits: u8, geometry: Geometry) -> ValueSpec {
     ValueSpec {
@@ -139,6 +132,11 @@ pub(crate) fn decode<T: Float>(q: &Encoded, layout: &Layout) -> Vec<T> {
     q.decode_into(Target::from_slice(&mut y), layout, ReadMode::Values, 1)
         .unwrap();
     y
+}
+
+/// The bytes of an element.
+pub(crate) fn bits_of<T: Float>(x: T) -> Vec<u8> {
+    bytemuck::bytes_of(&x).to_vec()
 }
 
 /// Where the elements of a view lie, in memory order.
