@@ -113,17 +113,21 @@ impl Shape {
     }
 }
 
-/// The median of some differences of neighbours: the slope of an index map, 0 where there is none.
-fn slope(x: &[i64]) -> i64 {
-    if x.len() <= SAMPLES {
-        return 0;
-    }
-    let mut steps: [i64; SAMPLES] = std::array::from_fn(|i| {
-        let at = i * (x.len() - 1) / SAMPLES;
-        x[at + 1].wrapping_sub(x[at])
-    });
-    steps.sort_unstable();
-    steps[SAMPLES / 2]
+/// Slopes that may fit: the median difference of neighbours (one row of an index map), and of a group's ends (over several rows).
+fn slopes(x: &[i64]) -> [i64; 2] {
+    [1, GROUP - 1].map(|lag| {
+        if x.len() <= lag + SAMPLES {
+            return 0;
+        }
+        let mut steps: [i64; SAMPLES] = std::array::from_fn(|i| {
+            let at = i * (x.len() - lag) / SAMPLES;
+            x[at + lag].wrapping_sub(x[at])
+        });
+        steps.sort_unstable();
+        let lag = lag.cast_signed() as i64;
+        // Rounded to the nearest, halves up; the sum may wrap, which costs width but no exactness.
+        steps[SAMPLES / 2].wrapping_add(lag / 2).div_euclid(lag)
+    })
 }
 
 /// The 8x8 bit matrix whose row i is byte i, transposed: bit j of byte i becomes bit i of byte j (Warren, Hacker's Delight, 7-3).
@@ -173,11 +177,12 @@ fn from_planes(planes: &[u8], width: usize, y: &mut [u64; GROUP]) {
 /// Appends one block; says how many bytes are metadata.
 fn encode_block(x: &[i64], out: &mut Vec<u8>) -> usize {
     let mut frame = Frame::new(x, 0);
-    let ramp = slope(x);
-    if ramp != 0 {
-        let sloped = Frame::new(x, ramp);
-        if sloped.planes() < frame.planes() {
-            frame = sloped;
+    for ramp in slopes(x) {
+        if ramp != frame.ramp {
+            let sloped = Frame::new(x, ramp);
+            if sloped.planes() < frame.planes() {
+                frame = sloped;
+            }
         }
     }
     let base = frame.base();

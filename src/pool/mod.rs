@@ -21,8 +21,8 @@ pub const UNIT: usize = 256;
 pub struct PoolConfig {
     /// Bytes of a chunk, rounded up to a whole number of 2 MiB pages; a larger request gets a chunk of its own.
     pub chunk_bytes: usize,
-    /// Free memory that is kept warm whatever the load, in bytes. Above it the pool keeps what the last two
-    /// fill-and-drain cycles needed, and returns the rest to the operating system.
+    /// Free memory that is kept warm whatever the load, in bytes. Above it the pool keeps what recent steps needed, and returns the rest
+    /// to the operating system.
     pub warm_floor: usize,
 }
 

@@ -88,9 +88,9 @@ pub(super) struct State {
     peak_units: usize,
     touched_pages: usize,
     extents: usize,
-    /// The largest live count of this fill-and-drain cycle and of the one before: what a training step is likely to need again.
-    cycle_peak: usize,
-    last_cycle_peak: usize,
+    /// What a training step is likely to need again: the largest live count, decaying with what is freed. One fill and drain lowers it by
+    /// an eighth, so a step after step of equal size keeps its memory, and a smaller load lets go of the rest within some dozen steps.
+    recent_units: usize,
 }
 
 impl State {
@@ -103,8 +103,7 @@ impl State {
             peak_units: 0,
             touched_pages: 0,
             extents: 0,
-            cycle_peak: 0,
-            last_cycle_peak: 0,
+            recent_units: 0,
         }
     }
 
@@ -132,7 +131,7 @@ impl State {
         self.extents += 1;
         self.live_units += units;
         self.peak_units = self.peak_units.max(self.live_units);
-        self.cycle_peak = self.cycle_peak.max(self.live_units);
+        self.recent_units = self.recent_units.max(self.live_units);
         Ok(Place {
             base,
             chunk: c,
@@ -142,7 +141,7 @@ impl State {
     }
 
     fn grow(&mut self, units: usize) -> Result<(usize, usize, usize)> {
-        let map = Mapping::new((units * UNIT).max(self.config.chunk_bytes))?;
+        let map = Mapping::new(units.saturating_mul(UNIT).max(self.config.chunk_bytes))?;
         let pages = map.bytes() / PAGE;
         let mut chunk = Chunk {
             map,
@@ -180,6 +179,7 @@ impl State {
             mut units,
             ..
         } = place;
+        let place_units = units;
         self.live_units -= units;
         let Some(chunk) = self.chunks.get_mut(c).and_then(Option::as_mut) else {
             unreachable!("a place belongs to a chunk")
@@ -198,14 +198,11 @@ impl State {
         }
         chunk.free.insert(first, units);
         self.by_size.insert((units, c, first));
-        if self.live_units <= self.cycle_peak / 4 {
-            self.last_cycle_peak = self.cycle_peak;
-            self.cycle_peak = self.live_units;
-        }
-        let recent = self.cycle_peak.max(self.last_cycle_peak) * UNIT;
-        let keep = (recent + recent / 8).max(self.live_units * UNIT + self.config.warm_floor);
-        // A quarter more than what is kept, so that the system is not called for every extent.
-        if self.touched_pages * PAGE > keep + keep / 4 + PAGE {
+        let decayed = self.recent_units.saturating_sub(place_units.div_ceil(8));
+        self.recent_units = decayed.max(self.live_units);
+        let keep = (self.recent_units * UNIT).max(self.live_units * UNIT + self.config.warm_floor);
+        // A third more than what is kept, so that one drain never trims and the system is not called for every extent.
+        if self.touched_pages * PAGE > keep + keep / 3 + PAGE {
             self.trim_to(keep);
         }
     }
