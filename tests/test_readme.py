@@ -1,5 +1,6 @@
 """Every Python example of the documents runs, and every command they show exists."""
 
+import doctest
 import re
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def test_readme_has_examples():
 @pytest.mark.parametrize(("path", "line", "code"), EXAMPLES)
 def test_example_runs(path, line, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if code.startswith(">>>"):
+        # A session shows what each line prints, as a docstring does.
+        session = doctest.DocTestParser().get_doctest(code, {}, path.name, str(path), line - 1)
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        printed: list[str] = []
+        result = doctest.DocTestRunner(optionflags=flags).run(session, out=printed.append)
+        assert result.attempted > 0
+        assert result.failed == 0, "".join(printed)
+        return
     # The blank lines make tracebacks point to the document's own lines.
     exec(compile("\n" * (line - 1) + code, str(path), "exec"), {"__name__": "__main__"})
 
