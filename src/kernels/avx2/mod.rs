@@ -8,19 +8,20 @@ pub(super) mod bits;
 mod cols;
 mod dequantize;
 mod lanes;
+mod planes;
 mod quantize;
 mod range;
 
 use std::arch::x86_64::*;
 
-use lanes::Lanes;
+use planes::PlaneLanes;
 
 use super::prefetch::RowsAhead;
 use super::rng::{Key, MUL_1, MUL_2};
 use super::{Isa, KernelTable, PlaneTable, scalar_planes};
 
 /// The kernels of this level over elements of type `T`.
-pub(super) const fn table<T: Lanes>() -> KernelTable<T> {
+pub(super) const fn table<T: PlaneLanes>() -> KernelTable<T> {
     KernelTable {
         range_rows: range::range_rows,
         quantize_rows: quantize::quantize_rows,
@@ -28,6 +29,13 @@ pub(super) const fn table<T: Lanes>() -> KernelTable<T> {
         range_cols: cols::range,
         quantize_cols: cols::quantize,
         dequantize_cols: cols::dequantize,
+        nonzero_plane_rows: planes::nonzero_rows,
+        nonzero_plane_cols: planes::nonzero_cols,
+        apply_nonzero_rows: planes::apply_nonzero_rows,
+        apply_nonzero_cols: planes::apply_nonzero_cols,
+        predicate_plane: planes::predicate,
+        sign_planes: planes::sign,
+        sign_values: planes::sign_values,
         ..KernelTable::scalar(Isa::Avx2)
     }
 }
@@ -35,6 +43,10 @@ pub(super) const fn table<T: Lanes>() -> KernelTable<T> {
 /// The plane kernels of this level.
 pub(super) const fn plane_table() -> PlaneTable {
     PlaneTable {
+        compact: bits::compact,
+        expand: bits::expand,
+        match_plane: planes::match_plane,
+        select: planes::select,
         copy,
         ..scalar_planes(Isa::Avx2)
     }
