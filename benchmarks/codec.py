@@ -226,12 +226,15 @@ def main() -> None:
     arguments = parser.parse_args()
     megabytes, rounds = (2, 3) if arguments.quick else (arguments.megabytes, arguments.rounds)
     if arguments.worker:
-        print(json.dumps(work(megabytes, rounds, arguments.quick)))
+        records = work(megabytes, rounds, arguments.quick)
+        line = machine_line(machine_info())
+        print(json.dumps({name: {**record, "machine": line} for name, record in records.items()}))
         return
     results = ResultFile(arguments.out, "codec")
     for isa in arguments.isa:
-        rows = []
+        rows, machine = [], ""
         for name, record in run_level(isa, megabytes, rounds, arguments.quick).items():
+            machine = record["machine"]
             results.put(f"{isa}: {name}", record)
             rows.append(
                 [
@@ -244,7 +247,7 @@ def main() -> None:
                     *(f"{record[key]:.2f}x" if key in record else "" for key in ("x_first", "x_one_thread", "x_torch")),
                 ]
             )
-        print(f"{machine_line(machine_info())}; DAF_ISA={isa}, {megabytes} MB of f32")
+        print(f"{machine}; {megabytes} MB of f32")
         print(table(rows, [*HEAD, "f32 row", "1 thread", "torch operators"]))
 
 

@@ -281,7 +281,7 @@ class ResultFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(self.path.parent / "tmp" / f"{self.path.stem}.lock"):
             records = self.records()
-            records[key] = {**record, "machine": machine_line(self._machine)}
+            records[key] = {"machine": machine_line(self._machine), **record}
             document = {
                 "benchmark": self.benchmark,
                 "machine": self._machine,

@@ -25,7 +25,7 @@ from training import bits_of
 
 CASES: dict[str, tuple[str, int, dict[str, int]]] = {
     "ResNet-20": ("resnet20", 128, {}),
-    "GPT": ("gpt", 16, {"layers": 6, "width": 256, "heads": 8, "length": 256}),
+    "GPT": ("gpt", 8, {"layers": 6, "width": 256, "heads": 8, "length": 256}),
 }
 QUICK: dict[str, tuple[str, int, dict[str, int]]] = {
     "ResNet-20": ("resnet20", 8, {}),
