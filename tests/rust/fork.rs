@@ -1,4 +1,9 @@
 //! A forked child goes on encoding and decoding, with threads and pool of its own, while the parent's threads were at work.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -2,6 +2,11 @@
 //!
 //! `tests/golden` holds byte strings of released formats; they are decoded by every later release. `DAF_BLESS=1` writes those that are
 //! missing and never changes one that exists.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
 
 mod common;
 

@@ -1,4 +1,9 @@
 //! The exact classes: every bit comes back, and the smallest class that fits is taken.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
 
 mod common;
 
@@ -281,7 +286,8 @@ fn masks_and_signs_answer_for_every_value() {
         .collect();
     let layout = Layout::from_strided(&[500, 1_000], &[1_100, 1]);
     let at = common::places(&layout, x.len());
-    let predicates: [(Predicate, fn(f32) -> bool); 3] = [
+    type Holds = fn(f32) -> bool;
+    let predicates: [(Predicate, Holds); 3] = [
         (Predicate::GreaterOrNan { t: 0.5 }, |x| {
             x > 0.5 || x.is_nan()
         }),

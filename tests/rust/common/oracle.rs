@@ -353,7 +353,7 @@ impl Oracle {
         }
         let raw = groups.iter().filter(|g| g.0 == 2).count() as u32;
         (
-            u32::from(m_f32) | 2 * u32::from(zero_plane) | 4 * u32::from(table),
+            u32::from(m_f32) + 2 * u32::from(zero_plane) + 4 * u32::from(table),
             kept.len(),
             raw,
         )
