@@ -88,7 +88,8 @@ RATIOS: dict[str, tuple[dict[str, Any], int, float, float | None]] = {
     "gpt": ({}, 8, 6.0, 8.0),
     "vit": ({}, 32, 6.0, None),
     "llama": ({}, 8, 6.0, None),
-    "lstm": ({}, 16, 1.3, None),
+    # Beside the opaque workspace, which is 83 % of what an LSTM saves.
+    "lstm": ({}, 16, 5.0, None),
 }
 
 
@@ -106,6 +107,8 @@ def test_saved_bytes_shrink_as_promised(name: str, bits: int) -> None:
     with compressed(bits, model=model) as saved:
         loss = batch.loss(model)
     live = saved.stats().live_bytes
+    workspaces = sum(row.plain_bytes for row in saved.report().rows if row.dtype == "uint8")
+    plain, live = plain - workspaces, live - workspaces
     assert plain / live >= limit, f"{plain} / {live} = {plain / live:.2f}\n{saved.report()}"
     loss.backward()
 
