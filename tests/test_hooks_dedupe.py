@@ -81,7 +81,7 @@ def test_tensors_made_and_freed_in_a_loop_are_all_told_apart(bits: Any) -> None:
     for node, expected in zip(nodes, references, strict=True):
         assert node._saved_other[0, 0].item() == pytest.approx(expected, abs=0.02)
     if bits == 8:
-        assert len(addresses) < 150, "few addresses were used twice, so this test shows little"
+        assert len(addresses) < len(nodes), "no address was used twice, so this test showed nothing"
 
 
 def test_a_square_matrix_and_its_transpose() -> None:
