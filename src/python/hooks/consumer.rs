@@ -173,6 +173,22 @@ impl Rule {
         Ok(rule)
     }
 
+    /// Whether both rules make the same of a tensor.
+    pub(crate) fn asks_for(&self, other: &Rule) -> bool {
+        let said = |rule: &Rule| {
+            let bounds = rule.bounds.map(f32::to_bits);
+            (
+                rule.kind,
+                rule.bits,
+                rule.plus,
+                rule.floor,
+                bounds,
+                rule.is_open(),
+            )
+        };
+        said(self) == said(other)
+    }
+
     /// Whether the rule still waits for a node's attributes.
     pub(crate) fn is_open(&self) -> bool {
         self.resolved.is_some()

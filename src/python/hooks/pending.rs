@@ -8,7 +8,7 @@
 use super::super::tensor::{Dims, TensorView};
 use super::super::torch_api::TorchApi;
 use super::axis::Dim;
-use super::consumer::{self, NodeType, Rule};
+use super::consumer::{self, Field, NodeType, Rule};
 use super::encode::{self, Claim};
 use super::handle::{Saved, State};
 use super::slots;
@@ -290,14 +290,11 @@ pub(crate) fn encode_at_pack(py: Python<'_>, item: Pending) -> PyResult<()> {
         .and_then(slots::get)
         .and_then(|slot| slot.reader);
     let claim = match known {
-        Some((node_type, field)) => {
-            let rule = node_type.fields[field].rule.clone();
-            Claim {
-                item,
-                reader: Some((node_type, field)),
-                rule,
-            }
-        }
+        Some((node_type, field, rule)) => Claim {
+            item,
+            reader: Some((node_type, field)),
+            rule,
+        },
         None => Claim {
             item,
             reader: None,
@@ -317,11 +314,17 @@ pub(crate) fn learn(py: Python<'_>, api: &TorchApi, saved: &Saved) -> PyResult<(
         return Ok(());
     }
     let node_type = consumer::node_type(&node)?;
-    let found = field_of(py, &node, &node_type, saved)?;
+    let found = match field_of(py, &node, &node_type, saved)? {
+        Some(field) => {
+            let rule = rule_in_backward(py, api, &node, &node_type.fields[field], saved)?;
+            Some((node_type.clone(), field, rule))
+        }
+        None => None,
+    };
     let known = slots::get(number).and_then(|slot| slot.reader);
-    let same = match (&known, found) {
-        (Some((known_type, known_field)), Some(field)) => {
-            Arc::ptr_eq(known_type, &node_type) && *known_field == field
+    let same = match (&known, &found) {
+        (Some((known_type, known_field, known_rule)), Some((_, field, rule))) => {
+            Arc::ptr_eq(known_type, &node_type) && known_field == field && known_rule.asks_for(rule)
         }
         _ => false,
     };
@@ -330,9 +333,7 @@ pub(crate) fn learn(py: Python<'_>, api: &TorchApi, saved: &Saved) -> PyResult<(
         State::Empty(_) => true,
         _ => false,
     });
-    slots::edit(number, |slot| {
-        slot.reader = found.map(|field| (node_type.clone(), field))
-    });
+    slots::edit(number, |slot| slot.reader = found);
     if lossy && !same {
         return Err(pyo3::exceptions::PyRuntimeError::new_err(format!(
             "daf_rs: a tensor was stored for another reader than {}: the model's operations changed from one step to the \
@@ -342,6 +343,35 @@ pub(crate) fn learn(py: Python<'_>, api: &TorchApi, saved: &Saved) -> PyResult<(
         )));
     }
     Ok(())
+}
+
+/// A field's rule, resolved by the node's attributes where it depends on them.
+fn rule_in_backward(
+    py: Python<'_>,
+    api: &TorchApi,
+    node: &Bound<'_, PyAny>,
+    field: &Field,
+    saved: &Saved,
+) -> PyResult<Arc<Rule>> {
+    if !field.rule.is_open() {
+        return Ok(field.rule.clone());
+    }
+    let (tensor, dtype) = saved.look(|state| match state {
+        State::Kept(kept) | State::Pending(kept) => (Some(kept.tensor.clone_ref(py)), None),
+        State::Coded { shape, .. } | State::Empty(shape) => (None, Some(shape.dtype)),
+        State::Lost { .. } => (None, None),
+    });
+    match (tensor, dtype) {
+        (Some(tensor), _) => {
+            let dtype = tensor.bind(py).getattr(pyo3::intern!(py, "dtype"))?;
+            field.rule.resolve(node, &field.name, &dtype)
+        }
+        (None, Some(dtype)) => match api.dtype_object(py, dtype) {
+            Some(dtype) => field.rule.resolve(node, &field.name, dtype),
+            None => Ok(field.rule.clone()),
+        },
+        (None, None) => Ok(field.rule.clone()),
+    }
 }
 
 /// Which field of the node holds this handle; `None` where none does (a checkpoint's recomputation).

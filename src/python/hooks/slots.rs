@@ -3,7 +3,7 @@
 //! A wrong guess costs bytes or a second encoding, never a wrong gradient: every use is checked against the reader that
 //! really comes.
 
-use super::consumer::NodeType;
+use super::consumer::{NodeType, Rule};
 use std::collections::HashMap;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
@@ -18,8 +18,9 @@ pub(crate) struct Slot {
     pub(crate) alive: bool,
     /// A later reader of the same elements wanted values.
     pub(crate) value_too: Option<ValueNeed>,
-    /// The reader, on a torch that tells it in backward only: node type and index of the field.
-    pub(crate) reader: Option<(Arc<NodeType>, usize)>,
+    /// The reader, on a torch that tells it in backward only: node type, index of the field, and the rule that the
+    /// node's attributes made of the field's.
+    pub(crate) reader: Option<(Arc<NodeType>, usize, Arc<Rule>)>,
 }
 
 /// A value reader's needs.
