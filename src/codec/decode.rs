@@ -308,7 +308,9 @@ impl<T: Element> Decoder<'_, T> {
         let (at, bits) = (view.offsets, usize::from(self.spec.bits));
         let stored = &view.body[at.planes..at.raw];
         if !view.header.zero_plane {
+            // Without raw groups, the next block's planes lie a body away.
             return PlaneSrc::new(stored, bits, at.plane)
+                .map(|planes| planes.followed_by(at.raw))
                 .ok_or_else(|| corrupt("a block's planes are cut off"));
         }
         let (mask, len) = (

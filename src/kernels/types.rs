@@ -120,6 +120,7 @@ impl PlaneBuf {
             stride: PLANE_STRIDE,
             plane_bytes: PLANE_BYTES,
             planes: MAX_BITS,
+            next: 0,
         }
     }
 
@@ -148,6 +149,7 @@ pub struct PlaneSrc<'a> {
     stride: usize,
     plane_bytes: usize,
     planes: usize,
+    next: usize,
 }
 
 impl<'a> PlaneSrc<'a> {
@@ -160,7 +162,17 @@ impl<'a> PlaneSrc<'a> {
             stride: plane_bytes,
             plane_bytes,
             planes,
+            next: 0,
         })
+    }
+
+    /// The same planes, of which the thread will read those `distance` bytes behind next (0: none). Only a hint: kernels fetch them ahead.
+    #[must_use]
+    pub fn followed_by(self, distance: usize) -> PlaneSrc<'a> {
+        PlaneSrc {
+            next: distance,
+            ..self
+        }
     }
 
     /// Plane `k`.
@@ -185,6 +197,13 @@ impl<'a> PlaneSrc<'a> {
     /// Address of plane 0; plane `k` lies `k * self.stride()` bytes behind.
     pub(super) fn as_ptr(&self) -> *const u8 {
         self.bytes.as_ptr()
+    }
+
+    /// The line to fetch when `offset` bytes of plane `k` are read. For a prefetch instruction only.
+    #[inline(always)]
+    pub(super) fn line_ahead(&self, k: usize, offset: usize) -> Option<*const i8> {
+        let at = k * self.stride + offset + self.next;
+        (self.next > 0).then(|| self.bytes.as_ptr().wrapping_add(at).cast())
     }
 
     /// Distance between planes in bytes.

@@ -110,6 +110,13 @@ fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
         let (c0, scale) = (_mm256_set1_ps(c0), _mm256_set1_ps(scale));
         let end = units.min(unit + group / UNIT);
         while unit < end {
+            if unit.is_multiple_of(16) {
+                for k in 0..B {
+                    if let Some(line) = planes.line_ahead(k, slot0 / 8 + unit * 4) {
+                        _mm_prefetch::<_MM_HINT_T1>(line);
+                    }
+                }
+            }
             let mut bits = [0; B];
             for (k, bits) in bits.iter_mut().enumerate() {
                 // SAFETY: unit < units, so each plane has 4 bytes at this place, as asserted.

@@ -259,6 +259,11 @@ fn dequantize_bits<T: Lanes, const B: usize, const DITHERED: bool>(
     };
     let mut unit = 0;
     while unit + 8 <= units {
+        for k in 0..B {
+            if let Some(line) = planes.line_ahead(k, slot0 / 8 + unit * 8) {
+                _mm_prefetch::<_MM_HINT_T1>(line);
+            }
+        }
         // SAFETY: each plane has 64 bytes at this place, as asserted above.
         let eight = unsafe { load_units::<B>(base.add(slot0 / 8 + unit * 8), stride) };
         for (u, planes) in eight.into_iter().enumerate() {
