@@ -151,7 +151,7 @@ def test_native_module_has_few_importers():
     pattern = re.compile(r"^\s*(?:from daf_rs import .*\b_native\b|from daf_rs\._native |from \. import .*\b_native\b|"
                          r"from \._native |import daf_rs\._native)", re.MULTILINE)  # fmt: skip
     importers = {path for path in sources(".py", "python/daf_rs/") if pattern.search(read(path))}
-    allowed = {f"python/daf_rs/{name}.py" for name in ("__init__", "_ops", "quantized", "context", "cli", "__main__")}
+    allowed = {f"python/daf_rs/{name}.py" for name in ("__init__", "_arguments", "context", "quantized")}
     assert importers <= allowed
 
 
