@@ -34,7 +34,6 @@ __all__ = [
     "TABLE",
     "UNKNOWN",
     "Rule",
-    "generation",
     "lookup",
     "register_consumer",
     "representatives",
@@ -42,7 +41,6 @@ __all__ = [
 ]
 
 _registered: dict[tuple[str, str], Rule] = {}
-_generation = 0
 _lock = threading.Lock()
 
 
@@ -58,11 +56,6 @@ def lookup(node: str, field: str) -> Rule:
     """
     key = (node, field)
     return _registered.get(key) or TABLE.get(key, UNKNOWN)
-
-
-def generation() -> int:
-    """Grows with each `register_consumer`, so that a cache of `lookup` knows when it is stale."""
-    return _generation
 
 
 def register_consumer(node: str, field: str, rule: Rule | str | int) -> None:
@@ -87,7 +80,7 @@ def register_consumer(node: str, field: str, rule: Rule | str | int) -> None:
         >>> lookup("SwiGLUBackward", "tensors").width(2)
         4
     """
-    global _generation, _registered
+    global _registered
     for what, name, example in (("node", node, "MyFunctionBackward"), ("field", field, "tensors")):
         if not isinstance(name, str) or not name or any(c.isspace() for c in name):
             raise InvalidArgumentError(f"{what} must be a name such as {example!r}; got {name!r}")
@@ -97,7 +90,6 @@ def register_consumer(node: str, field: str, rule: Rule | str | int) -> None:
     with _lock:
         # Replaced, never changed in place: `lookup` reads without the lock.
         _registered = {**_registered, (node, field): made}
-        _generation += 1
     _forget()
 
 
