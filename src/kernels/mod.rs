@@ -29,6 +29,7 @@ mod plane_table;
 mod plane_tests;
 mod prefetch;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[cfg(target_arch = "x86_64")]
 mod range;
 pub mod rng;
 mod scalar;
@@ -49,7 +50,9 @@ pub use types::{
     PLANE_STRIDE, PlaneBuf, PlaneSrc, Predicate, QuantizeParams, Rounding,
 };
 
-use crate::dtype::{Float, FloatType};
+use crate::dtype::Float;
+#[cfg(target_arch = "x86_64")]
+use crate::dtype::FloatType;
 use crate::error::{Error, Result};
 
 /// An element type that kernels exist for.
@@ -516,7 +519,7 @@ impl<T: Element> KernelTable<T> {
 }
 
 /// Whether a decoded value of some group may lie outside the finite range of a half type, so that it must be clamped.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[cfg(target_arch = "x86_64")]
 fn may_overflow<T: Element>(c0: &[f32], step: &[f32]) -> bool {
     let limit = match T::TYPE {
         FloatType::F32 => return false,

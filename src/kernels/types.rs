@@ -125,6 +125,7 @@ impl PlaneBuf {
     }
 
     /// Address of plane 0; plane `k` lies `k * PLANE_STRIDE` bytes behind.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn as_mut_ptr(&mut self) -> *mut u8 {
         self.bytes.as_mut_ptr()
     }
@@ -195,6 +196,7 @@ impl<'a> PlaneSrc<'a> {
     }
 
     /// Address of plane 0; plane `k` lies `k * self.stride()` bytes behind.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn as_ptr(&self) -> *const u8 {
         self.bytes.as_ptr()
     }
@@ -207,6 +209,7 @@ impl<'a> PlaneSrc<'a> {
     }
 
     /// Distance between planes in bytes.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn stride(&self) -> usize {
         self.stride
     }
