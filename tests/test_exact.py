@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, assert_same_gradients, compressed, exact, gradients, train
+from helpers import assert_same_bits, assert_same_gradients, compressed, exact, gradients, needs_node_hook, train
 from torch import Tensor, nn
 
 from daf_rs.testing import models
@@ -282,6 +282,7 @@ def test_gradients_of_single_ops_are_bit_equal(name: str) -> None:
             assert_same_bits(actual, expected, name)
 
 
+@needs_node_hook
 def test_exact_mode_saves_bytes_all_the_same() -> None:
     """Masks, indices, what is never read, and what is saved twice need no loss."""
     for name, options, share in (("resnet20", {}, 1.0), ("gpt", {"dropout": 0.1}, 0.9)):

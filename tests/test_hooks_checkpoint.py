@@ -224,6 +224,7 @@ def test_boundaries_can_be_exact(mode: str, x: Tensor) -> None:
     assert_same_bits(boundary_values(h, context, use_reentrant=False), values)
 
 
+@needs_node_hook
 def test_boundaries_can_have_another_width(x: Tensor) -> None:
     h = (x * 2.0).sin()
     values = h.detach().clone()
@@ -257,6 +258,7 @@ def test_a_relu_that_a_checkpoint_reads_too(x: Tensor) -> None:
         assert all(row.cls != "raw" for row in rows_of(saved))
 
 
+@needs_node_hook
 def test_the_boundarys_memory_is_freed_if_it_is_positional(x: Tensor, mlp: MLP) -> None:
     for use_reentrant in (False, True):
         with lossy(4):
@@ -290,6 +292,7 @@ def test_number_of_packs_follows_the_kind_of_checkpoint(mlp: MLP, x: Tensor) -> 
     assert packs["reentrant", True] >= 5
 
 
+@needs_node_hook
 def test_a_reentrant_recomputation_is_encoded_as_a_forward(mlp: MLP, x: Tensor) -> None:
     with lossy(2) as saved:
         y = reentrant(mlp, x * 1.0)

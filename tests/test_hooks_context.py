@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, assert_same_gradients, compressed, exact, gradients, relative_error, train
+from helpers import (
+    assert_same_bits,
+    assert_same_gradients,
+    compressed,
+    exact,
+    gradients,
+    needs_node_hook,
+    relative_error,
+    train,
+)
 from torch import Tensor, nn
 
 import daf_rs
@@ -44,6 +53,7 @@ def test_backward_inside_and_outside_are_the_same() -> None:
     assert_same_bits(found[0], found[1])
 
 
+@needs_node_hook
 def test_the_inner_of_two_contexts_wins() -> None:
     x = leaf(128, 64)
     with lossy(8) as outer:
@@ -60,6 +70,7 @@ def test_the_inner_of_two_contexts_wins() -> None:
     assert outer.stats().packs == 2 * inner.stats().packs
 
 
+@needs_node_hook
 def test_an_exact_context_inside_a_lossy_one_and_the_reverse() -> None:
     x = leaf(128, 64)
     values = x.detach().clone()
@@ -106,6 +117,7 @@ def test_one_context_can_be_entered_inside_itself() -> None:
     assert context.stats().live_bytes == 0
 
 
+@needs_node_hook
 def test_each_step_draws_fresh_noise_and_a_seed_repeats_it() -> None:
     x = leaf(128, 64)
 
@@ -121,6 +133,7 @@ def test_each_step_draws_fresh_noise_and_a_seed_repeats_it() -> None:
     assert not torch.equal(drawn(lossy(2, seed=4)), drawn(lossy(2, seed=5)))
 
 
+@needs_node_hook
 def test_two_tensors_of_one_step_have_their_own_noise() -> None:
     x = leaf(128, 64)
     with lossy(2, seed=1):
@@ -312,6 +325,7 @@ def test_dropout_draws_the_same_masks_as_without() -> None:
 # --- Copies --------------------------------------------------------------------------------------------
 
 
+@needs_node_hook
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
 def test_copies_of_a_context_have_its_settings_and_nothing_stored(copied: Any) -> None:
     x = leaf(128, 64)

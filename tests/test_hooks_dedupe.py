@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, compressed, exact, plain_saved_bytes, relative_error
+from helpers import assert_same_bits, compressed, exact, needs_node_hook, plain_saved_bytes, relative_error
 from torch import Tensor, nn
 
 
@@ -67,6 +67,7 @@ def test_addresses_that_the_allocator_reuses_are_not_mistaken() -> None:
                 assert relative_error(parameter.grad, expected) < 0.1
 
 
+@needs_node_hook
 @pytest.mark.parametrize("bits", [8, "exact"])
 def test_tensors_made_and_freed_in_a_loop_are_all_told_apart(bits: Any) -> None:
     x = torch.ones(64, 128, requires_grad=True)
@@ -179,6 +180,7 @@ def test_same_memory_read_as_another_dtype_is_another_tensor() -> None:
     assert three.grad_fn._saved_other.dtype == torch.float16
 
 
+@needs_node_hook
 def test_an_in_place_change_between_two_saves_makes_two() -> None:
     x = torch.ones(128, 64, requires_grad=True)
     h = torch.randn(128, 64)
@@ -204,6 +206,7 @@ def test_a_write_through_data_between_two_saves_is_not_missed() -> None:
     del first
 
 
+@needs_node_hook
 def test_storages_of_size_zero_are_left_alone() -> None:
     h = torch.randn(128, 64)
     with compressed(4, min_bytes=0):
@@ -216,6 +219,7 @@ def test_storages_of_size_zero_are_left_alone() -> None:
     assert z.grad_fn._saved_other.shape == (0, 64)
 
 
+@needs_node_hook
 def test_the_log_softmax_that_cross_entropy_saves_twice_is_stored_once() -> None:
     x = leaf(512, 256)
     target = torch.zeros(512, dtype=torch.long)
@@ -237,6 +241,7 @@ def test_a_table_is_empty_in_the_next_step_even_if_a_branch_never_ran() -> None:
         assert context.stats().live_bytes == 0
 
 
+@needs_node_hook
 def test_shared_bytes_are_far_below_what_separate_copies_would_take() -> None:
     from daf_rs.testing import models
 

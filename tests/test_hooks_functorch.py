@@ -38,7 +38,7 @@ def whole_text(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)) + "".join(getattr(error, "__notes__", []))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_transforms_that_refuse_hooks_raise_and_the_message_names_the_way_out(name: str, where: str) -> None:

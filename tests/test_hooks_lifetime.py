@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, compressed, exact, node_named, nodes_of, relative_error
+from helpers import assert_same_bits, compressed, exact, needs_node_hook, node_named, nodes_of, relative_error
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -87,6 +87,7 @@ def test_outputs_under_min_bytes_make_no_cycle_either(name: str) -> None:
         gc.enable()
 
 
+@needs_node_hook
 def test_originals_are_freed_as_soon_as_they_are_stored() -> None:
     x = torch.randn(256, 128, requires_grad=True)
     references = []
@@ -100,6 +101,7 @@ def test_originals_are_freed_as_soon_as_they_are_stored() -> None:
     h.backward()
 
 
+@needs_node_hook
 def test_only_the_last_input_of_a_node_is_still_pending_inside_the_context() -> None:
     x = torch.randn(256, 128, requires_grad=True)
     with lossy():
@@ -169,6 +171,7 @@ def test_saved_attributes_can_be_read_any_number_of_times_in_any_order() -> None
     assert saved.stats().live_bytes == 0, "tensors that were read do not count"
 
 
+@needs_node_hook
 def test_a_read_tensor_is_a_fresh_one_each_time() -> None:
     x = torch.randn(256, 128, requires_grad=True)
     with lossy(4):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, compressed, exact, rows_of, storage_key
+from helpers import assert_same_bits, compressed, exact, needs_node_hook, rows_of, storage_key
 from torch import Tensor, nn
 
 import daf_rs
@@ -207,6 +207,7 @@ def test_running_statistics_in_training_and_evaluation() -> None:
                 assert_same_bits(x.grad, reference, f"gradient, training={training}")
 
 
+@needs_node_hook
 @pytest.mark.parametrize("spare", [0, 1])
 def test_tensors_under_min_bytes_pass_through(spare: int) -> None:
     x = torch.randn(1024 - spare, requires_grad=True)
@@ -224,6 +225,7 @@ def test_tensors_under_min_bytes_pass_through(spare: int) -> None:
         assert not torch.equal(seen, h)
 
 
+@needs_node_hook
 def test_min_bytes_default_is_sixteen_kib() -> None:
     small, large = torch.randn(4095, requires_grad=True) * 1.0, torch.randn(4096, requires_grad=True) * 1.0
     with compressed(2):

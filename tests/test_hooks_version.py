@@ -95,6 +95,7 @@ def test_the_message_is_pytorchs_own() -> None:
     assert "expected version" in ours
 
 
+@needs_node_hook
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_compressed_copy_is_not_disturbed_by_later_changes(bits: int) -> None:
     x = torch.ones(128, 64, requires_grad=True)
@@ -107,6 +108,7 @@ def test_a_compressed_copy_is_not_disturbed_by_later_changes(bits: int) -> None:
     assert relative_error(x.grad, values) < 0.2
 
 
+@needs_node_hook
 @pytest.mark.parametrize("change", ["zero_", "relu_", "resize"])
 def test_changes_during_the_forward_after_the_node_is_complete(change: str) -> None:
     """An in-place activation right after an op that saved its input."""
@@ -195,6 +197,7 @@ def test_a_decoded_tensor_may_be_changed_without_changing_the_next() -> None:
         assert torch.equal(first, h)
 
 
+@needs_node_hook
 def test_unpacked_copies_have_their_own_version_counter() -> None:
     h = torch.randn(128, 64)
     with lossy(4):
