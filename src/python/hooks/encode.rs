@@ -145,12 +145,14 @@ fn need_of(store: &Store, claim: &Claim, width: Option<Option<u8>>, alive: bool)
         return Need::Lossless;
     }
     if rule.unknown {
+        // Without the node hook a reader that is not known yet will be, after its first backward.
+        let final_word = config.node_hook || claim.reader.is_some();
         return match config.unknown {
-            Some(bits) => Need::Value {
+            Some(bits) if final_word => Need::Value {
                 bits,
                 want: Want::UnknownValue,
             },
-            None => Need::Lossless,
+            _ => Need::Lossless,
         };
     }
     if rule.boundary {
