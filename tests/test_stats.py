@@ -90,6 +90,7 @@ def test_plain_bytes_equal_an_independent_count(name: str, min_bytes: int, bits:
     assert saved.stats().plain_peak_bytes >= expected
 
 
+@needs_node_hook
 def test_plain_bytes_of_views_count_the_whole_storage() -> None:
     def forward() -> Tensor:
         wide = torch.randn(512, 512)
@@ -155,6 +156,7 @@ def test_invariants_hold_at_every_moment() -> None:
     assert seen[-1].unpack_gbps > 0
 
 
+@needs_node_hook
 def test_bytes_by_class_sum_up_to_the_packed_bytes() -> None:
     model = models.resnet20(**SMALL["resnet20"])
     with compressed(4, model=model) as saved:
@@ -224,6 +226,7 @@ def test_module_paths_of_nested_modules() -> None:
     loss.backward()
 
 
+@needs_node_hook
 def test_the_report_is_text_and_plain_values() -> None:
     model = models.gpt(**SMALL["gpt"])
     with compressed(4, model=model) as saved:
@@ -251,6 +254,7 @@ def test_a_new_step_starts_a_new_report() -> None:
     assert saved.stats().packs == 6
 
 
+@needs_node_hook
 def test_logical_and_unique_bytes() -> None:
     x = leaf(256, 128)
     size = 256 * 128 * 4
@@ -274,6 +278,7 @@ def test_unpacks_are_counted() -> None:
     assert saved.stats().unpacks == 4
 
 
+@needs_node_hook
 def test_peak_is_that_of_the_whole_life_and_stays() -> None:
     saved = lossy()
     for rows in (64, 512, 64):
@@ -299,6 +304,7 @@ def test_kept_tensors_count_as_live() -> None:
     assert saved.stats().live_bytes == 0
 
 
+@needs_node_hook
 def test_metadata_is_part_of_the_figures() -> None:
     x = leaf(1024, 1024)
     with lossy(4, group_size=32, groups="row") as fine:
