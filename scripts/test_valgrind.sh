@@ -25,5 +25,7 @@ export "$runner=valgrind --quiet --error-exitcode=9 --leak-check=full --errors-f
 export DAF_ISA="${DAF_ISA:-avx2}"
 export PROPTEST_CASES="${PROPTEST_CASES:-4}"
 echo "== valgrind, DAF_ISA=$DAF_ISA"
-# valgrind emulates MXCSR's rounding mode but not its denormal modes, which this test sets.
-cargo test --locked --no-default-features --lib --tests "$@" -- --skip the_guard_enters_the_default_environment
+tests=(--lib --test corruption --test lossless --test pool_model --test roundtrip)
+# Left out: valgrind emulates MXCSR's rounding mode but not its denormal modes, which one test sets; and a forked child
+# has lost the threads that own some of its memory, which memcheck calls a leak.
+cargo test --locked --no-default-features "${tests[@]}" "$@" -- --skip the_guard_enters_the_default_environment --skip fork
