@@ -96,7 +96,6 @@ def test_demo_refuses_a_plot_in_a_folder_that_is_not_there(tmp_path):
     assert "create it first" in done.stderr
 
 
-@pytest.mark.slow
 def test_demo_trains_compares_and_plots(tmp_path):
     for module in ("sklearn", "rich", "matplotlib"):
         pytest.importorskip(module)
