@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Verbosity, settings
 
 settings.register_profile(
     "fast",
-    max_examples=25,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     database=None,

@@ -36,7 +36,9 @@ INPLACE_TEXT = "modified by an inplace operation"
 def bits_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor's elements in logical order, uint8 `[elements · size]`."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    # Not contiguous(): tensors of one element, or none, may keep any stride there.
+    compact = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device).copy_(plain)
+    return compact.reshape(-1).view(torch.uint8)
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:

@@ -21,6 +21,7 @@ from value_cases import (
     group_numbers,
     lay_out,
     memory_order,
+    repeats_memory,
 )
 
 import daf_rs
@@ -28,8 +29,7 @@ import daf_rs
 
 def is_dense(x: Tensor) -> bool:
     """Whether the elements fill their span of memory without gaps or repeats."""
-    ordered = memory_order(x)
-    return ordered.numel() == x.numel() and ordered.is_contiguous()
+    return not repeats_memory(x) and memory_order(x).is_contiguous()
 
 
 def possible_groups(case: Case, quantized: daf_rs.QuantizedTensor) -> tuple[str, ...]:
@@ -67,11 +67,9 @@ def test_error_stays_within_the_bound_of_each_group(case: Case) -> None:
 
 
 def memory_order_like(x: Tensor, other: Tensor) -> Tensor:
-    """`other` with its dimensions permuted, and cut, as `memory_order(x)` does to `x`."""
-    for dim in range(x.dim()):
-        if x.stride(dim) == 0 and x.shape[dim] > 1:
-            other = other.narrow(dim, 0, 1)
-            x = x.narrow(dim, 0, 1)
+    """`other` with its dimensions permuted as `memory_order(x)` does to `x`."""
+    if repeats_memory(x):
+        return other
     order = sorted(range(x.dim()), key=lambda d: -x.stride(d) if x.shape[d] > 1 else -(2**62))
     return other.permute(order)
 

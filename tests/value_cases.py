@@ -169,11 +169,15 @@ def cases(
 # --- Groups --------------------------------------------------------------------------------------------
 
 
+def repeats_memory(x: Tensor) -> bool:
+    """Whether a dimension of `x` is expanded."""
+    return any(x.stride(dim) == 0 and x.shape[dim] > 1 for dim in range(x.dim()))
+
+
 def memory_order(x: Tensor) -> Tensor:
-    """The permutation of dimensions (outermost in memory first) applied to `x`; stride-0 dimensions cut to one."""
-    for dim in range(x.dim()):
-        if x.stride(dim) == 0 and x.shape[dim] > 1:
-            x = x.narrow(dim, 0, 1)
+    """The permutation of dimensions (outermost in memory first) applied to `x`; expanded tensors are written out."""
+    if repeats_memory(x):
+        return x.contiguous()
     order = sorted(range(x.dim()), key=lambda d: -x.stride(d) if x.shape[d] > 1 else -(2**62))
     return x.permute(order)
 
