@@ -83,6 +83,7 @@ fn dequantize<T: Element>(
                 &[0.5; 128],
                 &[0.01; 128],
                 params,
+                true,
                 &mut dst[t * ROWS * cols + c..],
             );
         }

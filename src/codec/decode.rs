@@ -282,6 +282,7 @@ impl<T: Element> Decoder<'_, T> {
                 &params.m[first..],
                 &params.s[first..],
                 &code,
+                self.stream && zero.is_none(),
                 dst,
             );
             if let Some(zero) = zero {

@@ -116,8 +116,9 @@ fn compare<T: Element>(seed: u64, cases: usize) {
             let mut values = Guarded::<T>::new(shape.span());
             random.bytes(bytemuck::cast_slice_mut(values.as_mut()));
             let mut found = Guarded::of(&values);
-            scalar.dequantize_cols(&packed, &shape, &c0, &step, &params, values.as_mut());
-            table.dequantize_cols(&packed, &shape, &c0, &step, &params, found.as_mut());
+            let stream = random.below(2) == 0;
+            scalar.dequantize_cols(&packed, &shape, &c0, &step, &params, false, values.as_mut());
+            table.dequantize_cols(&packed, &shape, &c0, &step, &params, stream, found.as_mut());
             let (values, found): (&[u8], &[u8]) =
                 (bytemuck::cast_slice(&values), bytemuck::cast_slice(&found));
             assert!(values == found, "values differ: {name}");

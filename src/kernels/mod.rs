@@ -103,9 +103,9 @@ type QuantizeCols<T> =
 /// (planes, first slot, group, c0, step, params, first step, past the caches, dst)
 type DequantizeRows<T> =
     unsafe fn(&PlaneSrc<'_>, usize, usize, &[f32], &[f32], &CodeParams, u32, bool, &mut [T]);
-/// (planes, shape, c0, step, params, dst)
+/// (planes, shape, c0, step, params, past the caches, dst)
 type DequantizeCols<T> =
-    unsafe fn(&PlaneSrc<'_>, &ColumnShape, &[f32], &[f32], &CodeParams, &mut [T]);
+    unsafe fn(&PlaneSrc<'_>, &ColumnShape, &[f32], &[f32], &CodeParams, bool, &mut [T]);
 
 /// The kernels over elements of type `T` for one level.
 ///
@@ -388,10 +388,15 @@ impl<T: Element> KernelTable<T> {
         unsafe { (self.quantize_cols)(columns, &m[..width], &inv[..width], params, ahead, planes) }
     }
 
-    /// As [`KernelTable::dequantize_rows`] for a row group of a channel tile; memory between the rows is left as it is.
+    /// As [`KernelTable::dequantize_rows`] for a row group of a channel tile; memory between the rows is left as it is. With
+    /// `stream`, values may go past the caches to memory.
     ///
     /// # Panics
     /// As [`KernelTable::quantize_cols`]; if `planes` has fewer planes or slots than that takes.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call per chunk of a hot loop: plain arguments"
+    )]
     pub fn dequantize_cols(
         &self,
         planes: &PlaneSrc<'_>,
@@ -399,6 +404,7 @@ impl<T: Element> KernelTable<T> {
         c0: &[f32],
         step: &[f32],
         params: &CodeParams,
+        stream: bool,
         dst: &mut [T],
     ) {
         check_columns(shape, dst.len());
@@ -417,6 +423,7 @@ impl<T: Element> KernelTable<T> {
                 &c0[..shape.width],
                 &step[..shape.width],
                 params,
+                stream,
                 dst,
             )
         }

@@ -20,40 +20,53 @@ const LINE: usize = 64;
 /// present row group; what the first has fetched, the second leaves out.
 #[derive(Clone, Copy, Debug)]
 pub struct Prefetch {
-    row: *const u8,
-    offset: usize,
-    row_bytes: usize,
+    base: *const u8,
     pitch: usize,
+    row_bytes: usize,
     rows: usize,
+    /// Rows of a stream.
+    apart: usize,
+    /// The next line: of row `row` of stream `stream`.
+    row: usize,
+    stream: usize,
+    offset: usize,
 }
 
 impl Prefetch {
+    /// Parts of the row group that take turns, since each page takes its time to be found: they are looked up side by side. Measured with
+    /// 768 columns of f32: 1 stream 0.89 of memcpy with AVX2 and 1.01 with AVX-512, 4 streams 1.00 and 1.11, 8 streams 1.04 and 1.18.
+    const STREAMS: usize = 8;
+
     /// Nothing to fetch: the present row group is the thread's last.
     pub const fn none() -> Prefetch {
         Prefetch {
-            row: std::ptr::null(),
-            offset: 0,
-            row_bytes: 0,
+            base: std::ptr::null(),
             pitch: 0,
+            row_bytes: 0,
             rows: 0,
+            apart: 0,
+            row: 0,
+            stream: 0,
+            offset: 0,
         }
     }
 
     /// The lines of `next`.
     pub fn columns<T>(next: &Columns<'_, T>) -> Prefetch {
-        let (row, pitch) = (
+        let (base, pitch) = (
             next.src.as_ptr().cast::<u8>(),
             next.shape.pitch * size_of::<T>(),
         );
         // Rows that start inside a line end inside one more.
-        let aligned = (row as usize).is_multiple_of(LINE) && pitch.is_multiple_of(LINE);
-        let row_bytes = next.shape.width * size_of::<T>() + if aligned { 0 } else { LINE - 1 };
+        let aligned = (base as usize).is_multiple_of(LINE) && pitch.is_multiple_of(LINE);
+        let rows = next.shape.rows;
         Prefetch {
-            row,
-            offset: 0,
-            row_bytes,
+            base,
             pitch,
-            rows: next.shape.rows,
+            row_bytes: next.shape.width * size_of::<T>() + if aligned { 0 } else { LINE - 1 },
+            rows,
+            apart: rows.div_ceil(Self::STREAMS),
+            ..Prefetch::none()
         }
     }
 
@@ -67,20 +80,26 @@ impl Prefetch {
         (6 * self.row_bytes.div_ceil(LINE)).div_ceil(8)
     }
 
-    /// The next line's address, row by row; `None` when all were given. The address is for a prefetch instruction only.
+    /// The next line's address; `None` when all were given. The address is for a prefetch instruction only.
     #[inline(always)]
     pub(super) fn next_line(&mut self) -> Option<*const u8> {
-        if self.rows == 0 {
-            return None;
+        while self.row < self.apart {
+            let row = self.stream * self.apart + self.row;
+            let line = self.base.wrapping_add(row * self.pitch + self.offset);
+            self.stream += 1;
+            if self.stream == Self::STREAMS {
+                self.stream = 0;
+                self.offset += LINE;
+                if self.offset >= self.row_bytes {
+                    self.offset = 0;
+                    self.row += 1;
+                }
+            }
+            if row < self.rows {
+                return Some(line);
+            }
         }
-        let line = self.row.wrapping_add(self.offset);
-        self.offset += LINE;
-        if self.offset >= self.row_bytes {
-            self.offset = 0;
-            self.row = self.row.wrapping_add(self.pitch);
-            self.rows -= 1;
-        }
-        Some(line)
+        None
     }
 }
 

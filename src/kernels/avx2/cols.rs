@@ -4,12 +4,12 @@
 
 use std::arch::x86_64::*;
 
-use super::lanes::{Lanes, fetch};
+use super::lanes::{Lanes, fetch, fetch_row};
 use super::words;
 use crate::kernels::types::{
     CodeParams, ColumnShape, Columns, PLANE_STRIDE, PlaneBuf, PlaneSrc, Rounding,
 };
-use crate::kernels::{Key, Prefetch, plane_len};
+use crate::kernels::{Key, Prefetch, may_overflow, plane_len};
 
 /// Minimum and maximum of each column.
 ///
@@ -430,8 +430,12 @@ pub(super) unsafe fn dequantize<T: Lanes>(
     c0: &[f32],
     step: &[f32],
     params: &CodeParams,
+    stream: bool,
     dst: &mut [T],
 ) {
+    // Streamed stores want whole lines.
+    let lines = (dst.as_ptr() as usize).is_multiple_of(64)
+        && (shape.pitch * size_of::<T>()).is_multiple_of(64);
     let decoder = Decoder {
         planes,
         bits: params.bits,
@@ -441,6 +445,9 @@ pub(super) unsafe fn dequantize<T: Lanes>(
         key: params.key,
         dithered: params.rounding == Rounding::Dither,
         dst: dst.as_mut_ptr(),
+        clamp: may_overflow::<T>(c0, step),
+        stream: stream && lines,
+        fetch: stream && !lines,
     };
     // SAFETY: ROWS is what the width asks for; the rest is the caller's promise.
     unsafe {
@@ -452,6 +459,9 @@ pub(super) unsafe fn dequantize<T: Lanes>(
     }
 }
 
+/// How many rows ahead lines are fetched for values.
+const FETCH_ROWS: usize = 8;
+
 /// What the chunks of a row group share.
 struct Decoder<'a, T> {
     planes: &'a PlaneSrc<'a>,
@@ -462,6 +472,11 @@ struct Decoder<'a, T> {
     key: Key,
     dithered: bool,
     dst: *mut T,
+    clamp: bool,
+    /// Whether values go past the caches.
+    stream: bool,
+    /// Whether they should but cannot: then the lines that they will go to are fetched.
+    fetch: bool,
 }
 
 impl<T: Lanes> Decoder<'_, T> {
@@ -472,6 +487,12 @@ impl<T: Lanes> Decoder<'_, T> {
         let shape = self.shape;
         let full = [0, 32, 64, 96].map(|column| lanes(ROWS, ROWS, shape.width, column) == [8; 4]);
         for r in (0..shape.rows).step_by(ROWS) {
+            if self.fetch {
+                fetch_row(
+                    self.dst.wrapping_add((r + FETCH_ROWS) * shape.pitch),
+                    shape.width,
+                );
+            }
             let left = shape.rows - r;
             for (column, full) in (0..shape.width).step_by(32).zip(full) {
                 // SAFETY: full chunks have 32 elements, the lanes of others are elements; both are inside `dst`.
@@ -487,6 +508,10 @@ impl<T: Lanes> Decoder<'_, T> {
                     }
                 }
             }
+        }
+        if self.stream {
+            // Other threads see streamed stores only in order behind this.
+            _mm_sfence();
         }
     }
 
@@ -545,22 +570,35 @@ impl<T: Lanes> Decoder<'_, T> {
             _mm256_or_si256(_mm256_srli_epi32::<16>(ac), magic),
             _mm256_or_si256(_mm256_srli_epi32::<16>(bd), magic),
         ];
-        for (k, fraction) in fractions.into_iter().enumerate() {
-            let (row, c) = place(ROWS, k);
+        let mut values = [_mm256_setzero_ps(); 4];
+        for (k, (fraction, value)) in fractions.into_iter().zip(&mut values).enumerate() {
+            let (_, c) = place(ROWS, k);
             let fraction = _mm256_sub_ps(
                 _mm256_castsi256_ps(fraction),
                 _mm256_set1_ps(8_388_608.0 + 255.0),
             );
-            // SAFETY: writable in the lanes, by the caller; the columns of a chunk are at most 96 + 24.
+            // SAFETY: the columns of a chunk are at most 96 + 24.
+            *value = unsafe {
+                _mm256_fmadd_ps(fraction, self.step.at(column + c), self.c0.at(column + c))
+            };
+        }
+        let to = self.dst.wrapping_add(r * shape.pitch + column);
+        if FULL && ROWS == 1 {
+            // SAFETY: all 32 elements are writable, by the caller; where values are streamed, rows begin lines and so do chunks of 32.
+            unsafe { T::store_unit(to, values, self.clamp, self.stream) };
+            return;
+        }
+        for (k, value) in values.into_iter().enumerate() {
+            let (row, c) = place(ROWS, k);
+            let to = to.wrapping_add(row * shape.pitch + c);
+            // SAFETY: writable in the lanes, by the caller.
             unsafe {
-                let x = _mm256_fmadd_ps(fraction, self.step.at(column + c), self.c0.at(column + c));
-                let to = self.dst.wrapping_add((r + row) * shape.pitch + column + c);
-                if FULL || lanes[k] == 8 {
-                    T::store(to, x)
+                if lanes[k] == 8 {
+                    T::store(to, value)
                 } else {
-                    T::store_first(lanes[k], to, x)
+                    T::store_first(lanes[k], to, value)
                 }
-            }
+            };
         }
     }
 }

@@ -234,3 +234,15 @@ pub(super) fn fetch(ahead: &mut Prefetch, lines: usize) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
     }
 }
+
+/// Fetches the lines of `width` elements from `row` on.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+#[allow(unused_unsafe, reason = "the intrinsic is safe in newer toolchains")]
+pub(super) fn fetch_row<T>(row: *const T, width: usize) {
+    let bytes = width * size_of::<T>();
+    for at in (0..bytes).step_by(64).chain([bytes - 1]) {
+        // SAFETY: a prefetch is a hint and never faults, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(row.cast::<i8>().wrapping_add(at)) };
+    }
+}

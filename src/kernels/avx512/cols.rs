@@ -3,12 +3,12 @@
 
 use std::arch::x86_64::*;
 
-use super::lanes::{MaskedLanes, fetch, first};
+use super::lanes::{MaskedLanes, fetch, fetch_row, first};
 use super::{permutation, words};
 use crate::kernels::types::{
     CodeParams, ColumnShape, Columns, PLANE_STRIDE, PlaneBuf, PlaneSrc, Rounding,
 };
-use crate::kernels::{Key, Prefetch, plane_len};
+use crate::kernels::{Key, Prefetch, may_overflow, plane_len};
 
 /// Minimum and maximum of each column.
 ///
@@ -454,8 +454,12 @@ pub(super) unsafe fn dequantize<T: MaskedLanes>(
     c0: &[f32],
     step: &[f32],
     params: &CodeParams,
+    stream: bool,
     dst: &mut [T],
 ) {
+    // Streamed stores want whole lines.
+    let lines = (dst.as_ptr() as usize).is_multiple_of(64)
+        && (shape.pitch * size_of::<T>()).is_multiple_of(64);
     let decoder = Decoder {
         planes,
         bits: params.bits,
@@ -465,6 +469,9 @@ pub(super) unsafe fn dequantize<T: MaskedLanes>(
         key: params.key,
         dithered: params.rounding == Rounding::Dither,
         dst: dst.as_mut_ptr(),
+        clamp: may_overflow::<T>(c0, step),
+        stream: stream && lines,
+        fetch: stream && !lines,
     };
     // SAFETY: ROWS is what the width asks for; the rest is the caller's promise.
     unsafe {
@@ -476,6 +483,9 @@ pub(super) unsafe fn dequantize<T: MaskedLanes>(
     }
 }
 
+/// How many rows ahead lines are fetched for values.
+const FETCH_ROWS: usize = 8;
+
 /// What the chunks of a row group share.
 struct Decoder<'a, T> {
     planes: &'a PlaneSrc<'a>,
@@ -486,6 +496,11 @@ struct Decoder<'a, T> {
     key: Key,
     dithered: bool,
     dst: *mut T,
+    clamp: bool,
+    /// Whether values go past the caches.
+    stream: bool,
+    /// Whether they should but cannot: then the lines that they will go to are fetched.
+    fetch: bool,
 }
 
 impl<T: MaskedLanes> Decoder<'_, T> {
@@ -498,6 +513,12 @@ impl<T: MaskedLanes> Decoder<'_, T> {
         let shape = self.shape;
         let full = [0, 64].map(|column| lanes(ROWS, ROWS, shape.width, column) == [!0; 4]);
         for r in (0..shape.rows).step_by(ROWS) {
+            if self.fetch {
+                fetch_row(
+                    self.dst.wrapping_add((r + FETCH_ROWS) * shape.pitch),
+                    shape.width,
+                );
+            }
             for (i, column) in [0, 64].into_iter().enumerate() {
                 if column >= shape.width {
                     break;
@@ -515,6 +536,10 @@ impl<T: MaskedLanes> Decoder<'_, T> {
                     }
                 }
             }
+        }
+        if self.stream {
+            // Other threads see streamed stores only in order behind this.
+            _mm_sfence();
         }
     }
 
@@ -560,8 +585,9 @@ impl<T: MaskedLanes> Decoder<'_, T> {
         } else {
             (_mm512_setzero_si512(), _mm512_setzero_si512())
         };
-        for k in 0..4 {
-            let (row, c) = place(ROWS, k);
+        let mut values = [_mm512_setzero_ps(); 4];
+        for (k, value) in values.iter_mut().enumerate() {
+            let (_, c) = place(ROWS, k);
             let code = _mm512_maskz_permutexvar_epi8(
                 0x2222_2222_2222_2222,
                 permutation(&OF_CODE[k]),
@@ -574,14 +600,26 @@ impl<T: MaskedLanes> Decoder<'_, T> {
                 if k < 2 { first } else { other },
             );
             let fraction = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, byte));
-            // SAFETY: writable in the lanes, by the caller; the columns of a chunk are at most 64 + 48.
+            // SAFETY: the columns of a chunk are at most 64 + 48.
+            *value = unsafe {
+                _mm512_fmadd_ps(fraction, self.step.at(column + c), self.c0.at(column + c))
+            };
+        }
+        let to = self.dst.wrapping_add(r * shape.pitch + column);
+        if FULL && ROWS == 1 {
+            // SAFETY: all 64 elements are writable, by the caller; where values are streamed, rows begin lines and so do chunks of 64.
+            unsafe { T::store_unit(to, values, self.clamp, self.stream) };
+            return;
+        }
+        for (k, value) in values.into_iter().enumerate() {
+            let (row, c) = place(ROWS, k);
+            let to = to.wrapping_add(row * shape.pitch + c);
+            // SAFETY: writable in the lanes, by the caller; where FULL, those are all 16.
             unsafe {
-                let x = _mm512_fmadd_ps(fraction, self.step.at(column + c), self.c0.at(column + c));
-                let to = self.dst.wrapping_add((r + row) * shape.pitch + column + c);
                 if FULL {
-                    T::store(to, x)
+                    T::store(to, value);
                 } else {
-                    T::store_masked(to, lanes[k], x)
+                    T::store_masked(to, lanes[k], value);
                 }
             }
         }

@@ -111,6 +111,7 @@ pub(super) fn dequantize<T: Lanes>(
     c0: &[f32],
     step: &[f32],
     params: &CodeParams,
+    _stream: bool,
     dst: &mut [T],
 ) {
     let of = |values: &[f32], u: usize| parameters(values.get(UNIT * u..).unwrap_or(&[]));

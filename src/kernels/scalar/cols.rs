@@ -58,6 +58,7 @@ pub(in crate::kernels) fn dequantize<T: Element>(
     c0: &[f32],
     step: &[f32],
     params: &CodeParams,
+    _stream: bool,
     dst: &mut [T],
 ) {
     for r in 0..shape.rows {
