@@ -156,7 +156,7 @@ fn columns<T: Element>(
         group.bench_function(format!("dequantize_cols/{isa}/{bits}"), |b| {
             b.iter(|| {
                 let planes = black_box(&staging).as_src();
-                table.dequantize_cols(&planes, &shape, &m, &inv, &code, &mut dst);
+                table.dequantize_cols(&planes, &shape, &m, &inv, &code, false, &mut dst);
             })
         });
     }

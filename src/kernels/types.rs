@@ -150,6 +150,10 @@ pub struct PlaneSrc<'a> {
     stride: usize,
     plane_bytes: usize,
     planes: usize,
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "only x86-64 kernels fetch planes ahead")
+    )]
     next: usize,
 }
 
