@@ -2,6 +2,19 @@ from typing import Any, final
 
 from torch import Tensor
 
+__all__ = [
+    "Context",
+    "Packed",
+    "Saved",
+    "__version__",
+    "build_info",
+    "forget_consumers",
+    "on_node",
+    "quantize",
+    "set_default_threads",
+    "unpack",
+]
+
 __version__: str
 
 def build_info() -> dict[str, Any]: ...
