@@ -1,11 +1,15 @@
-//! A chunk: one anonymous mapping, aligned to 2 MiB. The only place of the pool that talks to the operating system.
+//! A chunk: one anonymous mapping, aligned to 64 KiB. The only place of the pool that talks to the operating system.
+//!
+//! Huge pages are declined. They fault in at 6.3 GB/s where the system has free ones, but at 0.4 to 0.7 GB/s where it must compact memory
+//! first, against 2.3 GB/s for small pages always (measured with `MADV_HUGEPAGE` on Linux 6); once warm, both are written at 10 GB/s, and
+//! the pool reuses warm memory. A huge page would also be returned only as a whole, and filled again by the kernel.
 
 use std::ptr::NonNull;
 
 use crate::error::{Error, Result};
 
-/// Memory is returned in pages of this size only: a smaller hole would split a huge page, and the kernel may fill it again.
-pub(super) const PAGE: usize = 2 << 20;
+/// Memory is returned in pages of this size: a multiple of every system's page, and worth a system call.
+pub(super) const PAGE: usize = 64 << 10;
 
 #[derive(Debug)]
 pub(super) struct Mapping {
@@ -57,7 +61,7 @@ impl Mapping {
         #[cfg(target_os = "linux")]
         // SAFETY: advice on our own mapping; it changes no contents.
         unsafe {
-            libc::madvise(base.cast(), bytes, libc::MADV_HUGEPAGE)
+            libc::madvise(base.cast(), bytes, libc::MADV_NOHUGEPAGE)
         };
         let base = NonNull::new(base).ok_or_else(fail)?;
         Ok(Mapping { base, bytes })

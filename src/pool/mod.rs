@@ -19,7 +19,7 @@ pub const UNIT: usize = 256;
 /// How a pool sizes its chunks and how much free memory it keeps.
 #[derive(Clone, Copy, Debug)]
 pub struct PoolConfig {
-    /// Bytes of a chunk, rounded up to a whole number of 2 MiB pages; a larger request gets a chunk of its own.
+    /// Bytes of a chunk, rounded up to a whole number of 64 KiB pages; a larger request gets a chunk of its own.
     pub chunk_bytes: usize,
     /// Free memory that is kept warm whatever the load, in bytes. Above it the pool keeps what recent steps needed, and returns the rest
     /// to the operating system.
@@ -42,7 +42,7 @@ pub struct PoolStats {
     pub live: usize,
     /// The largest `live` since the pool was made or [`SlabPool::reset_peak`].
     pub peak: usize,
-    /// Mapped and possibly resident: `live` plus `warm`. Counted in 2 MiB pages that were ever handed out and not returned since.
+    /// Mapped and possibly resident: `live` plus `warm`. Counted in 64 KiB pages that were ever handed out and not returned since.
     pub resident: usize,
     /// Free but kept for reuse: `resident - live`.
     pub warm: usize,
@@ -116,7 +116,7 @@ impl SlabPool {
         self.lock().reset_peak();
     }
 
-    /// Returns all free memory to the operating system, in whole 2 MiB pages; says how many bytes went.
+    /// Returns all free memory to the operating system, in whole 64 KiB pages; says how many bytes went.
     pub fn trim(&self) -> usize {
         self.lock().trim_to(0)
     }

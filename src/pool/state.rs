@@ -1,4 +1,4 @@
-//! The pool's books: which units of which chunk are free, which 2 MiB pages may be resident, what was live at most.
+//! The pool's books: which units of which chunk are free, which 64 KiB pages may be resident, what was live at most.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
@@ -68,7 +68,7 @@ struct Chunk {
     map: Mapping,
     /// Free runs: first unit → units. No two are adjacent.
     free: BTreeMap<usize, usize>,
-    /// Per 2 MiB page: was handed out since it was last returned.
+    /// Per 64 KiB page: was handed out since it was last returned.
     touched: Vec<bool>,
 }
 
