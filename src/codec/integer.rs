@@ -54,17 +54,7 @@ impl Frame {
             groups,
         };
         for (g, x) in x.chunks(GROUP).enumerate() {
-            let (mut low, mut high, mut line) = (i64::MAX, i64::MIN, 0i64);
-            for x in x {
-                let y = x.wrapping_sub(line);
-                low = low.min(y);
-                high = high.max(y);
-                line = line.wrapping_add(ramp);
-            }
-            frame.low[g] = low;
-            // The difference of two i64 fits in a u64 whatever they are.
-            let range = high.wrapping_sub(low).cast_unsigned();
-            frame.width[g] = 64 - range.leading_zeros() as u8;
+            (frame.low[g], frame.width[g]) = range(x, ramp);
         }
         frame
     }
@@ -130,6 +120,50 @@ fn slopes(x: &[i64]) -> [i64; 2] {
     })
 }
 
+/// The ramp that needs the fewest planes in every eighth group: 0 or one of the slopes.
+fn best_ramp(x: &[i64]) -> i64 {
+    let planes = |ramp: i64| {
+        x.chunks(GROUP)
+            .step_by(8)
+            .map(|x| u32::from(range(x, ramp).1))
+            .sum::<u32>()
+    };
+    let [a, b] = slopes(x);
+    let mut best = (planes(0), 0);
+    for ramp in [a, b] {
+        if ramp != best.1 {
+            let sloped = planes(ramp);
+            if sloped < best.0 {
+                best = (sloped, ramp);
+            }
+        }
+    }
+    best.1
+}
+
+/// The lower end of a group after a ramp is taken off, and the bits of its residuals.
+fn range(x: &[i64], ramp: i64) -> (i64, u8) {
+    // Two chains of comparisons instead of one: they are what takes time.
+    let (mut low, mut high, mut line) = ([i64::MAX; 2], [i64::MIN; 2], 0i64);
+    let (pairs, last) = x.as_chunks::<2>();
+    for pair in pairs {
+        for k in 0..2 {
+            let y = pair[k].wrapping_sub(line);
+            low[k] = low[k].min(y);
+            high[k] = high[k].max(y);
+            line = line.wrapping_add(ramp);
+        }
+    }
+    for x in last {
+        let y = x.wrapping_sub(line);
+        (low[0], high[0]) = (low[0].min(y), high[0].max(y));
+    }
+    let (low, high) = (low[0].min(low[1]), high[0].max(high[1]));
+    // The difference of two i64 fits in a u64 whatever they are.
+    let range = high.wrapping_sub(low).cast_unsigned();
+    (low, 64 - range.leading_zeros() as u8)
+}
+
 /// The 8x8 bit matrix whose row i is byte i, transposed: bit j of byte i becomes bit i of byte j (Warren, Hacker's Delight, 7-3).
 fn transpose8(mut x: u64) -> u64 {
     let t = (x ^ (x >> 7)) & 0x00AA_00AA_00AA_00AA;
@@ -140,21 +174,39 @@ fn transpose8(mut x: u64) -> u64 {
     x ^ t ^ (t << 28)
 }
 
+/// The 8x8 byte matrix whose rows are the words, transposed.
+fn transpose_bytes(x: [u64; 8]) -> [u64; 8] {
+    // Quarters of 4x4, then 2x2, then 1x1 bytes change places.
+    let stage = |x: [u64; 8], apart: usize, mask: u64| {
+        let shift = 8 * apart;
+        let mut y = x;
+        for i in (0..8).filter(|i| i & apart == 0) {
+            let t = ((x[i] >> shift) ^ x[i + apart]) & mask;
+            y[i] = x[i] ^ (t << shift);
+            y[i + apart] = x[i + apart] ^ t;
+        }
+        y
+    };
+    let x = stage(x, 4, 0x0000_0000_FFFF_FFFF);
+    let x = stage(x, 2, 0x0000_FFFF_0000_FFFF);
+    stage(x, 1, 0x00FF_00FF_00FF_00FF)
+}
+
 /// Bit-planes of 64 residuals, `width` words.
 fn to_planes(y: &[u64; GROUP], width: usize, out: &mut [u8]) {
-    for first in (0..width).step_by(8) {
-        let mut planes = [[0u8; 8]; 8];
-        for (i, eight) in y.chunks_exact(8).enumerate() {
-            let rows = eight
-                .iter()
-                .enumerate()
-                .fold(0u64, |x, (j, y)| x | ((y >> first) & 0xff) << (8 * j));
-            for (plane, b) in planes.iter_mut().zip(transpose8(rows).to_le_bytes()) {
-                plane[i] = b;
-            }
+    for (eight, first) in out[..8 * width].chunks_mut(64).zip((0..width).step_by(8)) {
+        let bytes: [u8; GROUP] = std::array::from_fn(|i| (y[i] >> first) as u8);
+        let mut words = [0u64; 8];
+        for (word, b) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+            *word = transpose8(u64::from_le_bytes(*b));
         }
-        for (k, plane) in planes.iter().enumerate().take(width - first) {
-            out[(first + k) * 8..][..8].copy_from_slice(plane);
+        for (plane, word) in eight
+            .as_chunks_mut::<8>()
+            .0
+            .iter_mut()
+            .zip(transpose_bytes(words))
+        {
+            *plane = word.to_le_bytes();
         }
     }
 }
@@ -162,29 +214,22 @@ fn to_planes(y: &[u64; GROUP], width: usize, out: &mut [u8]) {
 /// The inverse of [`to_planes`].
 fn from_planes(planes: &[u8], width: usize, y: &mut [u64; GROUP]) {
     y.fill(0);
-    for first in (0..width).step_by(8) {
-        for (i, eight) in y.chunks_exact_mut(8).enumerate() {
-            let columns = (0..(width - first).min(8)).fold(0u64, |x, k| {
-                x | u64::from(planes[(first + k) * 8 + i]) << (8 * k)
-            });
-            for (y, b) in eight.iter_mut().zip(transpose8(columns).to_le_bytes()) {
-                *y |= u64::from(b) << first;
-            }
+    for (eight, first) in planes[..8 * width].chunks(64).zip((0..width).step_by(8)) {
+        let mut words = [0u64; 8];
+        for (word, plane) in words.iter_mut().zip(eight.as_chunks::<8>().0) {
+            *word = u64::from_le_bytes(*plane);
+        }
+        let words = transpose_bytes(words).map(transpose8);
+        let bytes: &[u8] = bytemuck::cast_slice(&words);
+        for (y, b) in y.iter_mut().zip(bytes) {
+            *y |= u64::from(*b) << first;
         }
     }
 }
 
 /// Appends one block; says how many bytes are metadata.
 fn encode_block(x: &[i64], out: &mut Vec<u8>) -> usize {
-    let mut frame = Frame::new(x, 0);
-    for ramp in slopes(x) {
-        if ramp != frame.ramp {
-            let sloped = Frame::new(x, ramp);
-            if sloped.planes() < frame.planes() {
-                frame = sloped;
-            }
-        }
-    }
+    let frame = Frame::new(x, best_ramp(x));
     let base = frame.base();
     let offset_bytes = frame.offset_bytes(base);
     let shape = Shape::new(frame.groups, offset_bytes);
@@ -234,10 +279,15 @@ pub(super) fn encode<W: Word>(
         let mut metadata = 0;
         let fits = exact::strips(src, layout, range, |_, strip| {
             for block in strip.chunks(BLOCK) {
-                for (to, w) in wide.iter_mut().zip(block) {
-                    *to = widen(*w, signed);
-                }
-                metadata += encode_block(&wide[..block.len()], &mut out);
+                let block = if size_of::<W>() == 8 {
+                    bytemuck::cast_slice(block)
+                } else {
+                    for (to, w) in wide.iter_mut().zip(block) {
+                        *to = widen(*w, signed);
+                    }
+                    &wide[..block.len()]
+                };
+                metadata += encode_block(block, &mut out);
             }
             out.len() <= limit && !broken.load(Ordering::Relaxed)
         });
@@ -376,6 +426,12 @@ mod tests {
 
     #[test]
     fn transposing_twice_is_nothing() {
+        let words: [u64; 8] = std::array::from_fn(|i| crate::kernels::rng::mix64(i as u64));
+        let turned = transpose_bytes(words);
+        assert_eq!(transpose_bytes(turned), words);
+        assert!(
+            (0..8).all(|i| (0..8).all(|j| turned[i].to_le_bytes()[j] == words[j].to_le_bytes()[i]))
+        );
         let x = 0x0123_4567_89ab_cdef;
         assert_eq!(transpose8(transpose8(x)), x);
         assert_eq!(transpose8(0xff), 0x0101_0101_0101_0101);
