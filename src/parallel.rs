@@ -28,6 +28,15 @@ thread_local! {
     static BUSY: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Restores [`BUSY`] when the work is done or panics.
+struct Busy(bool);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        BUSY.set(self.0);
+    }
+}
+
 fn from_environment() -> Option<usize> {
     static ENV: OnceLock<Option<usize>> = OnceLock::new();
     *ENV.get_or_init(|| {
@@ -138,7 +147,7 @@ where
     let next = AtomicUsize::new(0);
     let failed: Mutex<Option<(usize, Error)>> = Mutex::new(None);
     let worker = || {
-        let was_busy = BUSY.replace(true);
+        let _busy = Busy(BUSY.replace(true));
         loop {
             let i = next.fetch_add(1, Ordering::Relaxed);
             if i >= items {
@@ -153,7 +162,6 @@ where
                 }
             }
         }
-        BUSY.set(was_busy);
     };
     pool.in_place_scope(|scope| {
         for _ in 1..threads {

@@ -6,7 +6,7 @@ use super::geometry::{Block, ChannelBlock, Geometry, SEGMENT_BLOCKS, Tiling};
 use super::params::Params;
 use super::parts::{self, Part};
 use super::scratch::{self, Elements, Scratch};
-use super::segment::{BlockView, GroupClass, class_of, corrupt};
+use super::segment::{BlockHeader, BlockView, GroupClass, HEADER, class_of, corrupt};
 use super::{Layout, ReadMode, Rounding, Target, ValueSpec};
 use crate::error::Result;
 use crate::kernels::{
@@ -84,12 +84,21 @@ impl<T: Element> Decoder<'_, T> {
             let Block::Row(b) = block else { continue };
             let at = b.start - first;
             scratch::with(|scratch, room| {
-                if layout.is_dense() {
-                    return self.rows(number, &block, &mut part.memory[at..at + b.len], scratch);
+                if !layout.is_dense() {
+                    let room = scratch::room(room, b.len);
+                    self.rows(number, &block, room, scratch)?;
+                    part.write(layout, b.start, room);
+                    return Ok(());
                 }
+                let dst = &mut part.memory[at..at + b.len];
+                if !self.stream || !self.has_zero_plane(number) {
+                    return self.rows(number, &block, dst, scratch);
+                }
+                // Zeros are put into values that are still in the cache, then the block goes past it as a whole.
                 let room = scratch::room(room, b.len);
                 self.rows(number, &block, room, scratch)?;
-                part.write(layout, b.start, room);
+                self.planes
+                    .store(bytemuck::cast_slice(room), bytemuck::cast_slice_mut(dst));
                 Ok(())
             })?;
         }
@@ -143,6 +152,15 @@ impl<T: Element> Decoder<'_, T> {
             part.write(layout, (b.row + r) * cols + b.col, row);
         }
         Ok(())
+    }
+
+    /// Whether the block's header says so; what else it says is checked later.
+    fn has_zero_plane(&self, number: usize) -> bool {
+        let segment = self.stored.parts[number / SEGMENT_BLOCKS].as_slice();
+        let header = segment
+            .get(number % SEGMENT_BLOCKS * HEADER..)
+            .unwrap_or(&[]);
+        BlockHeader::read(header).is_ok_and(|h| h.zero_plane)
     }
 
     /// The bytes of a block, and what its code planes mean.

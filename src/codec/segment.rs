@@ -1,7 +1,7 @@
 //! The bytes of a segment of the value codec: block headers and where the parts of a block's body lie. `docs/format.md`, "Segment".
 
 use crate::error::{Error, Result};
-use crate::kernels::plane_len;
+use crate::kernels::{count_ones, plane_len};
 
 use super::geometry::{Block, Tiling};
 
@@ -202,10 +202,7 @@ impl<'a> BlockView<'a> {
             return Err(corrupt("a block's raw groups end behind its segment"));
         }
         if header.zero_plane {
-            let ones: usize = body[offsets.zero..offsets.planes]
-                .iter()
-                .map(|b| b.count_ones() as usize)
-                .sum();
+            let ones = count_ones(&body[offsets.zero..offsets.planes]);
             if ones != header.coded_slots {
                 return Err(corrupt(
                     "a block's zero plane has another number of nonzeros than its header says",

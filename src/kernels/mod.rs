@@ -42,7 +42,7 @@ use half::{bf16, f16};
 pub use isa::{FpEnv, Isa, try_active};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use plane_table::scalar_planes;
-pub use plane_table::{PlaneTable, active_planes, planes_for_isa};
+pub use plane_table::{PlaneTable, active_planes, count_ones, planes_for_isa};
 pub use prefetch::{Prefetch, RowsAhead};
 pub use rng::Key;
 pub use types::{

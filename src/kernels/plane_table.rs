@@ -105,7 +105,7 @@ impl PlaneTable {
             mask.len().is_multiple_of(8) && out.len() >= mask.len(),
             "planes are whole words, the output at least as long"
         );
-        let ones: usize = mask.iter().map(|byte| byte.count_ones() as usize).sum();
+        let ones = count_ones(mask);
         // SAFETY: the table of `isa` is handed out only where the CPU has its features; lengths are checked above and by the slices.
         unsafe { (self.expand)(&packed[..plane_len(ones)], mask, &mut out[..mask.len()]) }
     }
@@ -142,6 +142,20 @@ impl PlaneTable {
         unsafe { (self.select)(&plane[..len], word, unset, set, dst) }
     }
 
+    /// Copies `src` to `dst`, past the caches where the level can: for what is not read soon.
+    ///
+    /// # Panics
+    /// If the slices differ in length.
+    pub fn store(&self, src: &[u8], dst: &mut [u8]) {
+        assert_eq!(
+            src.len(),
+            dst.len(),
+            "source and target must be equally long"
+        );
+        // SAFETY: the table of `isa` is handed out only where the CPU has its features; the slices are equally long.
+        unsafe { (self.copy)(src, dst) };
+    }
+
     /// Copies the first `len` bytes of `bits` planes to `dst`, one behind the other, past the caches where the level can: they are not read
     /// before backward.
     ///
@@ -158,4 +172,12 @@ impl PlaneTable {
             unsafe { (self.copy)(&planes.plane(k)[..len], dst) };
         }
     }
+}
+
+/// The bits that are set in a plane: by words, as single bytes would be widened one by one.
+pub fn count_ones(plane: &[u8]) -> usize {
+    let (words, rest) = plane.as_chunks::<8>();
+    let ones = |w: &[u8; 8]| u64::from_le_bytes(*w).count_ones() as usize;
+    words.iter().map(ones).sum::<usize>()
+        + rest.iter().map(|b| b.count_ones() as usize).sum::<usize>()
 }
