@@ -123,6 +123,10 @@ pub(crate) fn choose(
         return flat;
     }
     let Some(cols) = channel_width(dims, ndim, axis) else {
+        if axis == Axis::Dim1 {
+            let size = plane_group(dims, group_size);
+            return (Geometry::Row { n }, size, None);
+        }
         return flat;
     };
     if cols == 0 || n == 0 {
@@ -148,6 +152,22 @@ pub(crate) fn choose(
         SHORT_ROW_GROUP,
         Some("groups of 32 span rows: no power of two divides a row"),
     )
+}
+
+/// The group size for a map whose channels are planes: groups that divide a plane where a power of two does, else so
+/// small that few of them span two planes. Normalization weighs channels by their own scale.
+fn plane_group(dims: &[Dim], group_size: u16) -> u16 {
+    let Some(at) = dims.iter().position(|dim| dim.logical == 1) else {
+        return group_size;
+    };
+    let plane: usize = dims[at + 1..].iter().map(|dim| dim.size).product();
+    let dividing = 1usize << plane.trailing_zeros().min(31);
+    let size = if dividing >= MIN_GROUP {
+        dividing
+    } else {
+        (plane / 4 + 1).next_power_of_two().max(MIN_GROUP)
+    };
+    u16::try_from(size).unwrap_or(group_size).min(group_size)
 }
 
 /// The number of innermost elements that are channels, where the channel is innermost in memory.
@@ -210,6 +230,27 @@ mod tests {
             }
         );
         assert_eq!(group, 256);
+    }
+
+    #[test]
+    fn groups_of_a_map_stay_within_their_planes() {
+        for (side, expected) in [
+            (32, 256),
+            (16, 256),
+            (8, 64),
+            (28, 256),
+            (14, 64),
+            (7, 32),
+            (4, 32),
+        ] {
+            let dims = dims(
+                &[16, 64, side, side],
+                &[64 * side * side, side * side, side, 1],
+            );
+            let (geometry, group, _) = choose(&dims, 4, Axis::Dim1, Groups::Auto, 256);
+            let n = 16 * 64 * side * side;
+            assert_eq!((geometry, group), (Geometry::Row { n }, expected), "{side}");
+        }
     }
 
     #[test]
