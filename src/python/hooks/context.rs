@@ -140,6 +140,7 @@ impl Context {
     /// Begins a context on this thread: `key` seeds the noise, `parameters` are storages that live anyway.
     fn enter(&self, key: u64, parameters: Vec<usize>) {
         self.store.counters.key.store(mix64(key), Ordering::Relaxed);
+        self.store.counters.draws.store(0, Ordering::Relaxed);
         if self.store.counters.handles.load(Ordering::Relaxed) == 0 {
             self.store.begin_step();
         }

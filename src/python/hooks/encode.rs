@@ -1,6 +1,6 @@
 //! From a claimed tensor to its stored form: the rule, the width, what is already stored, and the codec's call.
 
-use super::super::tensor::{self, Dims};
+use super::super::tensor::{self, Dims, TensorView};
 use super::super::torch_api::TorchApi;
 use super::axis::{self, Dim};
 use super::blob::{Blob, MaskKey, Want};
@@ -58,8 +58,17 @@ pub(crate) fn encode(
                 .resolve(node, &node_type.fields[*field].name, dtype)?;
         }
     }
-    let widths = guard::guarded_widths(py, &claims)?;
     let mut outcome = Ok(());
+    let mut moved = Vec::new();
+    for index in (0..claims.len()).rev() {
+        if !still_there(py, &claims[index])? {
+            moved.push(claims.remove(index));
+        }
+    }
+    for claim in moved {
+        finish(py, claim)?;
+    }
+    let widths = guard::guarded_widths(py, &claims)?;
     for (claim, width) in claims.into_iter().zip(widths) {
         if outcome.is_ok() {
             outcome = encode_one(py, &claim, width);
@@ -68,6 +77,20 @@ pub(crate) fn encode(
         finish(py, claim)?;
     }
     outcome
+}
+
+/// Whether a pending tensor still is the memory that it was when it was saved: `set_data`, `resize_` and the like move it,
+/// and not all of them count as changes. What moved is kept as it is, with the checks that backward makes then.
+fn still_there(py: Python<'_>, claim: &Claim) -> PyResult<bool> {
+    let Some((tensor, _)) = pending_tensor(py, claim.item.saved.bind(py).get()) else {
+        return Ok(true);
+    };
+    let then = &claim.item.view;
+    Ok(
+        TensorView::read(py, TorchApi::get(py)?, &tensor)?.is_some_and(|now| {
+            now.data == then.data && now.sizes == then.sizes && now.strides == then.strides
+        }),
+    )
 }
 
 /// A handle that is still pending keeps a detached alias.
@@ -180,17 +203,19 @@ fn need_of(store: &Store, claim: &Claim, width: Option<Option<u8>>, alive: bool)
         },
         Kind::Mask | Kind::Sign | Kind::Within | Kind::NotBeyond => {
             let [lo, hi] = rule.bounds;
-            let result = claim
+            // Of this one reader it is known that no element is negative: a zero plane then answers "above 0".
+            let relu = claim
                 .reader
                 .as_ref()
-                .is_some_and(|(node, field)| &*node.fields[*field].name == "result");
+                .is_some_and(|(node, _)| &*node.name == "ReluBackward0");
+            let never_negative = relu && rule.kind == Kind::Mask && lo == 0.0;
             Need::Mask(
                 MaskKey {
                     kind: rule.kind,
                     lo,
                     hi,
                 },
-                result && rule.kind == Kind::Mask && lo == 0.0,
+                never_negative,
             )
         }
     }

@@ -84,15 +84,7 @@ pub(super) fn make_part(
         let ndim = item.view.sizes.as_slice().len();
         let (geometry, group_size, note) =
             axis::choose(&item.dims, ndim, axis, config.groups, config.group_size);
-        let spec = spec(
-            store,
-            float,
-            bits,
-            group_size,
-            geometry,
-            item.ordinal,
-            answers.is_some(),
-        );
+        let spec = spec(store, float, bits, group_size, geometry, answers.is_some());
         let layout = layout.clone();
         let part = enter(py, bytes, move || {
             encode_value(source(), &layout, &spec, pool, threads)
@@ -170,7 +162,6 @@ fn spec(
     bits: u8,
     group_size: u16,
     geometry: Geometry,
-    ordinal: u64,
     mask_reader: bool,
 ) -> ValueSpec {
     ValueSpec {
@@ -179,7 +170,7 @@ fn spec(
         group_size,
         rounding: store.config.rounding,
         geometry,
-        key: store.next_key(ordinal),
+        key: store.next_key(),
         zero: if mask_reader {
             ZeroPlane::Always
         } else {

@@ -88,7 +88,10 @@ pub(super) struct Counters {
     pub(super) ordinal: AtomicU64,
     /// A save came since the storages were last looked at.
     pub(super) unsettled: AtomicBool,
+    /// Seeds the noise of this entry.
     pub(super) key: AtomicU64,
+    /// Keys drawn from it.
+    pub(super) draws: AtomicU64,
 }
 
 /// The state that handles share with their context.
@@ -113,14 +116,11 @@ impl Store {
         work(&mut self.tables.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// A key of the dither that no other tensor of this process has.
-    pub(crate) fn next_key(&self, ordinal: u64) -> u64 {
-        mix64(
-            self.counters
-                .key
-                .load(Ordering::Relaxed)
-                .wrapping_add(ordinal.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
-        )
+    /// A key of the dither that no other tensor of this process has; never the same again, however many steps a context spans.
+    pub(crate) fn next_key(&self) -> u64 {
+        let draw = self.counters.draws.fetch_add(1, Ordering::Relaxed);
+        let key = self.counters.key.load(Ordering::Relaxed);
+        mix64(key.wrapping_add(draw.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
     }
 
     pub(crate) fn handle_made(&self, storage: Option<&StorageRecord>, kept: bool) {
