@@ -54,11 +54,16 @@ pub trait Float: bytemuck::Pod + Send + Sync + PartialEq + std::fmt::Debug + 'st
     fn to_f32(self) -> f32;
     /// The nearest value of this type (ties to even), clamped to the finite range for the half types.
     fn from_f32_finite(x: f32) -> Self;
+    /// The nearest value of this type (ties to even); infinities and NaN stay what they are.
+    fn from_f32(x: f32) -> Self;
     /// The smallest positive (subnormal) value.
     fn smallest_positive() -> Self;
 }
 
 impl Float for f32 {
+    fn from_f32(x: f32) -> Self {
+        x
+    }
     const TYPE: FloatType = FloatType::F32;
     fn to_f32(self) -> f32 {
         self
@@ -72,6 +77,9 @@ impl Float for f32 {
 }
 
 impl Float for f16 {
+    fn from_f32(x: f32) -> Self {
+        f16::from_f32(x)
+    }
     const TYPE: FloatType = FloatType::F16;
     fn to_f32(self) -> f32 {
         f16::to_f32(self)
@@ -85,6 +93,9 @@ impl Float for f16 {
 }
 
 impl Float for bf16 {
+    fn from_f32(x: f32) -> Self {
+        bf16::from_f32(x)
+    }
     const TYPE: FloatType = FloatType::BF16;
     fn to_f32(self) -> f32 {
         bf16::to_f32(self)

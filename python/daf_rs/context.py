@@ -186,7 +186,11 @@ class save_compressed:
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _native.unpack)
         except RuntimeError as error:
             raise _explain(error) from error
-        _enter_thread()
+        try:
+            _enter_thread()
+        except BaseException:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            raise
         return self
 
     def __exit__(
@@ -196,6 +200,12 @@ class save_compressed:
         trace: TracebackType | None,
     ) -> None:
         """Stops compressing; what is stored stays until backward has read it or the graph is dropped."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if getattr(_local, "depth", 0) == 0 or top is None or top[0] is not self._pack:
+            raise RuntimeError(
+                "daf_rs: contexts must be left on the thread and in the order in which they were entered; do not "
+                "suspend a generator or a coroutine inside save_compressed"
+            )
         _exit_thread()
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._native.exit()

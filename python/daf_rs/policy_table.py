@@ -289,7 +289,13 @@ _add(
 )
 _add(Rule("value", axis="last", why="the gradient of the weight is linear in it"), "ConvTbcBackward0.self")
 _add(
-    Rule("value", axis="last", guard="bmm", why="the product's gradients are linear in it"),
+    Rule(
+        "value",
+        plus=2,
+        axis="last",
+        guard="bmm",
+        why="perhaps the scores of an attention: two bits more where both operands are activations",
+    ),
     """
     BmmBackward0.self,mat2 MmBackward0.self,mat2 MatmulBackward0.self,other
     BaddbmmBackward0.batch1,batch2 AddbmmBackward0.batch1,batch2

@@ -88,7 +88,7 @@ class QuantizedTensor:
 
     def dequantize(self, *, threads: int | None = None) -> torch.Tensor:
         """The tensor again; see `dequantize`."""
-        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
         self._packed.decode_into(out, _arguments.threads(threads))
         return out
 

@@ -409,7 +409,7 @@ pub(super) fn decode(
         }),
         Head::Mask { dtype, set, unset } => with_float!(dtype, T => {
             let word = |x: f32| {
-                let x = T::from_f32_finite(x);
+                let x = <T as Float>::from_f32(x);
                 bytemuck::bytes_of(&x).iter().rev().fold(0u64, |w, b| w << 8 | u64::from(*b))
             };
             select::<T>(stored, dst, layout, threads, [word(unset), word(set)])

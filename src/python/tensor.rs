@@ -225,8 +225,12 @@ fn max_norm_squared_of<T: crate::dtype::Float>(view: &TensorView, along: usize) 
     if along >= sizes.len() || view.numel() == 0 {
         return 0.0;
     }
+    // Where another dimension is innermost, its vectors are summed side by side, so that memory is read in its order.
+    let side = (0..sizes.len()).find(|&dim| dim != along && step(dim) == 1 && extent(dim) > 1);
+    let side = side.filter(|_| step(along) != 1);
+    let mut sums = vec![0f32; side.map_or(0, extent)];
     let outer: Vec<usize> = (0..sizes.len())
-        .filter(|&dim| dim != along && step(dim) != 0)
+        .filter(|&dim| dim != along && Some(dim) != side && step(dim) != 0)
         .collect();
     let mut index = vec![0usize; outer.len()];
     let (length, stride) = (extent(along), step(along));
@@ -239,11 +243,37 @@ fn max_norm_squared_of<T: crate::dtype::Float>(view: &TensorView, along: usize) 
             .map(|(&dim, &at)| at * step(dim))
             .sum();
         let mut lanes = [0f32; 8];
-        for at in 0..length {
-            // SAFETY: every index is below its dimension's size, so the element lies in the view's memory, which the
-            // caller's tensor keeps alive; torch aligns tensors to their elements.
-            let x = unsafe { *base.add(offset + at * stride) }.to_f32();
-            lanes[at % 8] += x * x;
+        if stride == 1 {
+            // SAFETY: the row's indices are below their dimensions' sizes, so its elements lie in the view's memory, which
+            // the caller's tensor keeps alive; `pack` takes only tensors that are aligned to their elements.
+            let row = unsafe { std::slice::from_raw_parts(base.add(offset), length) };
+            let chunks = row.chunks_exact(8);
+            for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {
+                *lane += x.to_f32() * x.to_f32();
+            }
+            for chunk in chunks {
+                for (lane, x) in lanes.iter_mut().zip(chunk) {
+                    *lane += x.to_f32() * x.to_f32();
+                }
+            }
+        } else if side.is_some() {
+            sums.fill(0.0);
+            for at in 0..length {
+                // SAFETY: as above; `side` has stride 1, so its elements are one run.
+                let row = unsafe {
+                    std::slice::from_raw_parts(base.add(offset + at * stride), sums.len())
+                };
+                for (sum, x) in sums.iter_mut().zip(row) {
+                    *sum += x.to_f32() * x.to_f32();
+                }
+            }
+            largest = sums.iter().copied().fold(largest, f32::max);
+        } else {
+            for at in 0..length {
+                // SAFETY: as above, one element at a time.
+                let x = unsafe { *base.add(offset + at * stride) }.to_f32();
+                lanes[at % 8] += x * x;
+            }
         }
         largest = largest.max(lanes.iter().sum());
         let mut dim = outer.len();

@@ -180,7 +180,9 @@ fn exchange_api(tensor: &Bound<'_, PyAny>) -> PyResult<Option<DlTensorFromPyObje
     // with an error set otherwise.
     let pointer = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), name) };
     if pointer.is_null() {
-        return Err(PyErr::fetch(tensor.py()));
+        // Not the table that we know: the attributes serve as well.
+        drop(PyErr::take(tensor.py()));
+        return Ok(None);
     }
     // SAFETY: DLPack guarantees that a capsule of this name points to a `DLPackExchangeAPI` that lives as long as the
     // process, whose header (version first) has the layout above in every version.

@@ -89,7 +89,7 @@ pub(crate) fn memory_order(view: &TensorView) -> Option<Vec<Dim>> {
         if dim.stride < reach {
             return None;
         }
-        reach = dim.stride.checked_mul(dim.size)?;
+        reach = reach.checked_add((dim.size - 1).checked_mul(dim.stride)?)?;
     }
     Some(dims)
 }

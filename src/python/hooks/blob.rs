@@ -7,16 +7,25 @@ use super::consumer::Kind;
 use super::slots;
 use super::storage::StorageRecord;
 use super::store::Store;
-use crate::codec::{Class, Encoded, Layout, ReadMode};
+use crate::codec::{Class, Encoded, Geometry, Layout, ReadMode};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A question about elements that a mask answers.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct MaskKey {
     pub(crate) kind: Kind,
     pub(crate) lo: f32,
     pub(crate) hi: f32,
+}
+
+impl PartialEq for MaskKey {
+    /// By bits: a bound that is NaN (nothing is inside) asks the same question as itself.
+    fn eq(&self, other: &MaskKey) -> bool {
+        self.kind == other.kind
+            && self.lo.to_bits() == other.lo.to_bits()
+            && self.hi.to_bits() == other.hi.to_bits()
+    }
 }
 
 /// What a handle reads of its blob.
@@ -24,6 +33,8 @@ pub(crate) struct MaskKey {
 pub(crate) enum Want {
     /// Values, as a known reader takes them.
     Value,
+    /// Values whose groups hold elements of one row, at most so many: for readers that weigh each row by its own scale.
+    Rows(u16),
     /// Values for a reader that may look at signs: nonzeros stay nonzero.
     UnknownValue,
     /// The answer to a question.
@@ -71,9 +82,12 @@ impl Parts {
         }
         match want {
             Want::Lossless => None,
-            Want::Value | Want::UnknownValue => {
-                let part = self.value.as_ref().filter(|part| part.bits() >= bits)?;
-                let mode = if want == Want::Value {
+            Want::Value | Want::Rows(_) | Want::UnknownValue => {
+                let part = self
+                    .value
+                    .as_ref()
+                    .filter(|part| part.bits() >= bits && fits(part, want))?;
+                let mode = if want != Want::UnknownValue {
                     ReadMode::Values
                 } else {
                     ReadMode::ValuesPositive
@@ -96,6 +110,17 @@ impl Parts {
     }
 }
 
+/// Whether the groups of a value code are what a reader needs.
+fn fits(part: &Encoded, want: Want) -> bool {
+    match (want, part.value_spec()) {
+        // Both sizes are powers of two, so the smaller divides the larger and with it the row.
+        (Want::Rows(most), Some(spec)) => {
+            matches!(spec.geometry, Geometry::Row { .. }) && spec.group_size <= most
+        }
+        _ => true,
+    }
+}
+
 /// See the module.
 pub(crate) struct Blob {
     parts: Mutex<Parts>,
@@ -114,6 +139,8 @@ pub(crate) struct Blob {
     predicted: bool,
     /// A reader of values came.
     value_read: AtomicBool,
+    /// A reader of rows came.
+    rows_apart: AtomicBool,
     /// Bytes and class as they were last counted.
     counted: Mutex<(usize, &'static str)>,
 }
@@ -138,6 +165,7 @@ impl Blob {
             predicted,
             sample,
             value_read: AtomicBool::new(false),
+            rows_apart: AtomicBool::new(false),
             counted: Mutex::new((0, "none")),
         }
     }
@@ -152,6 +180,9 @@ impl Blob {
 
     /// Notes that a reader of this kind has come.
     pub(crate) fn note_reader(&self, want: Want) {
+        if matches!(want, Want::Rows(_)) {
+            self.rows_apart.store(true, Ordering::Relaxed);
+        }
         if !matches!(want, Want::Mask(_)) {
             self.value_read.store(true, Ordering::Relaxed);
         }
@@ -169,6 +200,17 @@ impl Blob {
     pub(crate) fn answerable(&self) -> Option<MaskKey> {
         let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
         parts.value_answers.or(parts.never_negative)
+    }
+
+    /// Bits of the value code that is there; 0 where there is none.
+    pub(crate) fn value_bits(&self) -> u8 {
+        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        parts.value.as_ref().map_or(0, |part| part.bits())
+    }
+
+    /// Whether some reader needs rows apart: every later value code must keep them so.
+    pub(crate) fn rows_apart(&self) -> bool {
+        self.rows_apart.load(Ordering::Relaxed)
     }
 
     /// Changes the parts and recounts; gives the blob's bytes, class and bits afterwards.

@@ -182,6 +182,7 @@ impl Rule {
                 rule.bits,
                 rule.plus,
                 rule.floor,
+                rule.axis,
                 bounds,
                 rule.is_open(),
             )
@@ -296,10 +297,13 @@ pub(crate) fn node_type(node: &Bound<'_, PyAny>) -> PyResult<Arc<NodeType>> {
         fields,
         _type: class.into_any().unbind(),
     });
-    let mut types = TYPES.lock().unwrap_or_else(PoisonError::into_inner);
-    let types = types.get_or_insert_with(HashMap::new);
-    let old = (types.len() >= MAX_TYPES).then(|| std::mem::take(types));
-    types.insert(key, known.clone());
+    let old = {
+        let mut types = TYPES.lock().unwrap_or_else(PoisonError::into_inner);
+        let types = types.get_or_insert_with(HashMap::new);
+        let old = (types.len() >= MAX_TYPES).then(|| std::mem::take(types));
+        types.insert(key, known.clone());
+        old
+    };
     drop(old);
     Ok(known)
 }

@@ -288,9 +288,9 @@ fn pack<'py>(
     if class != api.tensor.as_ptr() {
         return keep(py, api, store, tensor, None, SUBCLASS, None, ordinal);
     }
-    let Some(view) = TensorView::read(py, api, tensor)?
-        .filter(|view| api.dtype_object(py, view.dtype).is_some())
-    else {
+    let Some(view) = TensorView::read(py, api, tensor)?.filter(|view| {
+        api.dtype_object(py, view.dtype).is_some() && view.data % view.dtype.size() == 0
+    }) else {
         return keep(py, api, store, tensor, None, OPAQUE, None, ordinal);
     };
     let numel = view.numel();

@@ -2,7 +2,7 @@
 
 use super::super::tensor::{self, Dims, TensorView};
 use super::super::torch_api::TorchApi;
-use super::axis::{self, Dim};
+use super::axis::{self, Axis, Dim};
 use super::blob::{Blob, MaskKey, Want};
 use super::consumer::{Guard, Kind, NodeType, Rule};
 use super::guard;
@@ -12,7 +12,7 @@ use super::pending::{self, Pending, text};
 use super::rows::RowData;
 use super::slots::{self, ValueNeed};
 use super::store::{SetKey, Store};
-use crate::codec::Layout;
+use crate::codec::{Geometry, Layout};
 use pyo3::prelude::*;
 use std::sync::Arc;
 use std::time::Instant;
@@ -39,14 +39,27 @@ pub(super) enum Need {
     Value { bits: u8, want: Want },
 }
 
-/// Stores all tensors of one node; `node` is at hand where masks need its thresholds.
+/// Stores all tensors of one node; `node` is at hand where rules depend on its attributes.
 pub(crate) fn encode(
     py: Python<'_>,
     mut claims: Vec<Claim>,
     node: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
+    let mut outcome = store_all(py, &mut claims, node);
+    // Whatever could not be stored is kept: no handle may go on holding its own node's output.
+    for claim in &claims {
+        outcome = outcome.and(finish(py, claim));
+    }
+    outcome
+}
+
+fn store_all(
+    py: Python<'_>,
+    claims: &mut [Claim],
+    node: Option<&Bound<'_, PyAny>>,
+) -> PyResult<()> {
+    let api = TorchApi::get(py)?;
     if let Some(node) = node {
-        let api = TorchApi::get(py)?;
         for claim in claims.iter_mut().filter(|claim| claim.rule.is_open()) {
             let (Some((node_type, field)), Some(dtype)) =
                 (&claim.reader, api.dtype_object(py, claim.item.view.dtype))
@@ -58,43 +71,45 @@ pub(crate) fn encode(
                 .resolve(node, &node_type.fields[*field].name, dtype)?;
         }
     }
-    let mut outcome = Ok(());
-    let mut moved = Vec::new();
-    for index in (0..claims.len()).rev() {
-        if !still_there(py, &claims[index])? {
-            moved.push(claims.remove(index));
-        }
+    for claim in claims.iter() {
+        check_memory(py, api, claim)?;
     }
-    for claim in moved {
-        finish(py, claim)?;
+    let widths = guard::guarded_widths(py, claims)?;
+    for (claim, width) in claims.iter().zip(widths) {
+        encode_one(py, claim, width)?;
     }
-    let widths = guard::guarded_widths(py, &claims)?;
-    for (claim, width) in claims.into_iter().zip(widths) {
-        if outcome.is_ok() {
-            outcome = encode_one(py, &claim, width);
-        }
-        // Whatever could not be stored is kept: no handle may go on holding its own node's output.
-        finish(py, claim)?;
-    }
-    outcome
+    Ok(())
 }
 
-/// Whether a pending tensor still is the memory that it was when it was saved: `set_data`, `resize_` and the like move it,
-/// and not all of them count as changes. What moved is kept as it is, with the checks that backward makes then.
-fn still_there(py: Python<'_>, claim: &Claim) -> PyResult<bool> {
-    let Some((tensor, _)) = pending_tensor(py, claim.item.saved.bind(py).get()) else {
-        return Ok(true);
+/// Settles a handle whose tensor no longer is the memory that it was when it was saved: `set_data`, `resize_` and the like
+/// move it, and not all of them count as changes. Memory that is gone is kept, and backward says so; memory that was
+/// replaced is lost.
+fn check_memory(py: Python<'_>, api: &TorchApi, claim: &Claim) -> PyResult<()> {
+    let saved = claim.item.saved.bind(py).get();
+    let Some((tensor, version)) = pending_tensor(py, saved) else {
+        return Ok(());
     };
     let then = &claim.item.view;
-    Ok(
-        TensorView::read(py, TorchApi::get(py)?, &tensor)?.is_some_and(|now| {
-            now.data == then.data && now.sizes == then.sizes && now.strides == then.strides
-        }),
-    )
+    match TensorView::read(py, api, &tensor)? {
+        Some(now)
+            if now.data == then.data && now.sizes == then.sizes && now.strides == then.strides =>
+        {
+            Ok(())
+        }
+        Some(_) => {
+            let expected = version.unwrap_or(0);
+            drop(saved.settle(State::Lost {
+                found: expected + 1,
+                expected,
+            }));
+            Ok(())
+        }
+        None => keep(py, saved, &tensor, version),
+    }
 }
 
 /// A handle that is still pending keeps a detached alias.
-fn finish(py: Python<'_>, claim: Claim) -> PyResult<()> {
+fn finish(py: Python<'_>, claim: &Claim) -> PyResult<()> {
     let saved = claim.item.saved.bind(py).get();
     if let Some((tensor, version)) = pending_tensor(py, saved) {
         keep(py, saved, &tensor, version)?;
@@ -187,18 +202,20 @@ fn need_of(store: &Store, claim: &Claim, width: Option<Option<u8>>, alive: bool)
             None => Need::Lossless,
         };
     }
+    let want = if rule.axis == Axis::Row {
+        rows_want(store, item)
+    } else {
+        Want::Value
+    };
     match rule.kind {
         Kind::Unused => Need::Unused,
         Kind::Exact => Need::Lossless,
         Kind::Value => match width {
             Some(None) => Need::Keep("no width up to 8 bits keeps this attention's logits stable"),
-            Some(Some(bits)) => Need::Value {
-                bits,
-                want: Want::Value,
-            },
+            Some(Some(bits)) => Need::Value { bits, want },
             None => Need::Value {
                 bits: rule_bits(store, rule, rule.plus),
-                want: Want::Value,
+                want,
             },
         },
         Kind::Mask | Kind::Sign | Kind::Within | Kind::NotBeyond => {
@@ -218,6 +235,16 @@ fn need_of(store: &Store, claim: &Claim, width: Option<Option<u8>>, alive: bool)
                 never_negative,
             )
         }
+    }
+}
+
+/// What a reader wants that weighs rows by their own scale: groups that fit a row, where rows are to be had.
+fn rows_want(store: &Store, item: &Pending) -> Want {
+    let (groups, size) = (store.config.groups, store.config.group_size);
+    let ndim = item.view.sizes.as_slice().len();
+    match axis::choose(&item.dims, ndim, Axis::Row, groups, size) {
+        (Geometry::Row { .. }, fits, _) => Want::Rows(fits),
+        _ => Want::Value,
     }
 }
 
@@ -339,7 +366,7 @@ fn encode_one(py: Python<'_>, claim: &Claim, width: Option<Option<u8>>) -> PyRes
     }
     let started = Instant::now();
     let made = part::make_part(py, store, claim, need, present.as_deref(), &known)?;
-    let bytes = item.view.numel() * item.view.dtype.size();
+    let bytes = item.elements() * item.view.dtype.size();
     store.packed(bytes, started.elapsed());
     let Some(made) = made else {
         // Where the policy asks for every bit, its reason says more than that no class fits.
@@ -357,13 +384,13 @@ fn encode_one(py: Python<'_>, claim: &Claim, width: Option<Option<u8>>) -> PyRes
     let row_index = store.push_row(row);
     let blob = match present {
         Some(blob) => {
-            if let (Need::Value { bits, .. }, Some(first)) = (need, blob.first_slot) {
-                slots::edit(first, |slot| {
-                    slot.value_too = Some(ValueNeed {
-                        bits,
-                        axis: claim.rule.axis,
-                    })
-                });
+            if let (Need::Value { .. }, Some(first)) = (need, blob.first_slot) {
+                let apart = blob.rows_apart() || matches!(want, Want::Rows(_));
+                let need = ValueNeed {
+                    bits: bits.max(blob.value_bits()),
+                    axis: if apart { Axis::Row } else { claim.rule.axis },
+                };
+                slots::edit(first, |slot| slot.value_too = Some(need));
             }
             blob
         }

@@ -10,6 +10,7 @@ use super::super::tensor;
 use super::axis;
 use super::consumer::Guard;
 use super::encode::{Claim, layout_of, rule_bits};
+use super::handle::State;
 use crate::codec::{Source, measure};
 use pyo3::prelude::*;
 
@@ -105,6 +106,14 @@ pub(super) fn guarded_widths(
 /// Ranges and norms of one operand; `None` where it is not finite (every group with it is stored raw anyway).
 fn operand(py: Python<'_>, claim: &Claim, along: usize) -> PyResult<Option<Operand>> {
     let item = &claim.item;
+    if !item
+        .saved
+        .bind(py)
+        .get()
+        .look(|state| matches!(state, State::Pending(_)))
+    {
+        return Ok(None);
+    }
     let Some(dtype) = item.view.float_type() else {
         return Ok(None);
     };

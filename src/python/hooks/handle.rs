@@ -212,7 +212,10 @@ fn allocate<'py>(
         &strides.to_tuple(py)?,
         shape.dtype,
     )?;
-    let view = TensorView::read(py, api, &fresh)?;
+    // A torch mode may have put another tensor in its place; writing to that would be out of bounds.
+    let view = TensorView::read(py, api, &fresh)?.filter(|view| {
+        view.sizes == *sizes && view.strides == *strides && view.dtype == shape.dtype
+    });
     if shape.allocate.is_some() && !shape.compact {
         let whole = api.as_strided.bind(py).call1((
             &fresh,

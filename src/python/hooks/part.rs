@@ -3,7 +3,7 @@
 use super::super::enter::enter;
 use super::super::tensor;
 use super::super::torch_api::DType;
-use super::axis;
+use super::axis::{self, Axis};
 use super::blob::{Blob, MaskKey, Parts};
 use super::consumer::Kind;
 use super::encode::{Claim, Need, layout_of};
@@ -123,11 +123,20 @@ pub(super) fn make_part(
                 }
             }
             let answers = present.and_then(Blob::answerable);
-            let wider = known.value_too.filter(|need| need.bits > bits);
-            match wider {
-                Some(need) => value(need.bits, need.axis, answers, false),
-                None => value(bits, claim.rule.axis, answers, false),
-            }
+            // A replacement must serve every reader so far, and may as well serve the one that came later in the last step.
+            let later = known.value_too.filter(|_| present.is_none());
+            let least = present
+                .map_or(0, Blob::value_bits)
+                .max(later.map_or(0, |need| need.bits));
+            let apart = claim.rule.axis == Axis::Row
+                || present.is_some_and(Blob::rows_apart)
+                || later.is_some_and(|need| need.axis == Axis::Row);
+            let axis = match (apart, later) {
+                (true, _) => Axis::Row,
+                (false, Some(need)) if need.bits > bits => need.axis,
+                _ => claim.rule.axis,
+            };
+            value(bits.max(least), axis, answers, false)
         }
         Need::Mask(key, never_negative) => {
             if let (Some(need), true, None) = (known.value_too, never_negative, present) {

@@ -45,6 +45,13 @@ pub(crate) struct Pending {
     pub(crate) age: u8,
 }
 
+impl Pending {
+    /// Distinct elements: expanded ones count once.
+    pub(crate) fn elements(&self) -> usize {
+        self.dims.iter().map(|dim| dim.size).product()
+    }
+}
+
 /// A tensor that is kept as it is and waits only for its name in the report.
 struct Named {
     saved: usize,
@@ -230,7 +237,7 @@ pub(crate) fn module_of(py: Python<'_>, slot: u64) -> PyResult<Arc<str>> {
         .call0()?
         .extract()?;
     let path: Arc<str> = path.into();
-    slots::edit(slot, |known| known.module = Some(path.clone()));
+    slots::edit(slot, |known| known.module.replace(path.clone()));
     Ok(path)
 }
 
@@ -324,7 +331,7 @@ pub(crate) fn learn(py: Python<'_>, api: &TorchApi, saved: &Saved) -> PyResult<(
     let known = slots::get(number).and_then(|slot| slot.reader);
     let same = match (&known, &found) {
         (Some((known_type, known_field, known_rule)), Some((_, field, rule))) => {
-            Arc::ptr_eq(known_type, &node_type) && known_field == field && known_rule.asks_for(rule)
+            known_type.name == node_type.name && known_field == field && known_rule.asks_for(rule)
         }
         _ => false,
     };
@@ -333,7 +340,7 @@ pub(crate) fn learn(py: Python<'_>, api: &TorchApi, saved: &Saved) -> PyResult<(
         State::Empty(_) => true,
         _ => false,
     });
-    slots::edit(number, |slot| slot.reader = found);
+    slots::edit(number, |slot| std::mem::replace(&mut slot.reader, found));
     if lossy && !same {
         return Err(pyo3::exceptions::PyRuntimeError::new_err(format!(
             "daf_rs: a tensor was stored for another reader than {}: the model's operations changed from one step to the \

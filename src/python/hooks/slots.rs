@@ -52,12 +52,15 @@ pub(crate) fn get(slot: u64) -> Option<Slot> {
         .cloned()
 }
 
-/// Changes what is known of a slot.
-pub(crate) fn edit(slot: u64, edit: impl FnOnce(&mut Slot)) {
-    let mut slots = SLOTS.lock().unwrap_or_else(PoisonError::into_inner);
-    let slots = slots.get_or_insert_with(HashMap::new);
-    let old =
-        (slots.len() >= MAX_SLOTS && !slots.contains_key(&slot)).then(|| std::mem::take(slots));
-    edit(slots.entry(slot).or_default());
-    drop(old);
+/// Changes what is known of a slot. What `edit` returns, and a table that grew too large, dies with no lock held: they
+/// may hold Python objects.
+pub(crate) fn edit<R>(slot: u64, edit: impl FnOnce(&mut Slot) -> R) {
+    let (old, replaced) = {
+        let mut slots = SLOTS.lock().unwrap_or_else(PoisonError::into_inner);
+        let slots = slots.get_or_insert_with(HashMap::new);
+        let full = slots.len() >= MAX_SLOTS && !slots.contains_key(&slot);
+        let old = full.then(|| std::mem::take(slots));
+        (old, edit(slots.entry(slot).or_default()))
+    };
+    drop((old, replaced));
 }

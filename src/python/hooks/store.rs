@@ -245,14 +245,14 @@ impl Store {
         let open: Vec<(Arc<StorageRecord>, Vec<u64>)> = self.tables(|tables| {
             tables
                 .storages
-                .values()
+                .values_mut()
                 .filter(|entry| {
                     let record = &entry.record;
                     record.thread == here
                         && record.handles.load(Ordering::Relaxed) > 0
                         && !record.settled.load(Ordering::Relaxed)
                 })
-                .map(|entry| (entry.record.clone(), entry.slots.clone()))
+                .map(|entry| (entry.record.clone(), std::mem::take(&mut entry.slots)))
                 .collect()
         });
         let mut found_alive = HashSet::new();
@@ -352,9 +352,11 @@ impl Store {
                 .map(|entry| entry.record.clone())
         }) {
             let first = record.handles.load(Ordering::Relaxed) == 0;
-            if !record.alive_elsewhere.load(Ordering::Relaxed) {
-                record.settled.store(false, Ordering::Relaxed);
+            if first {
+                // With no handle nothing of it is counted: who else holds it is asked anew.
+                record.alive_elsewhere.store(false, Ordering::Relaxed);
             }
+            record.settled.store(false, Ordering::Relaxed);
             let added = if first { record.nbytes } else { 0 };
             return Ok((record, added));
         }
