@@ -207,6 +207,7 @@ impl<'a> PlaneSrc<'a> {
 
     /// The line to fetch when `offset` bytes of plane `k` are read. For a prefetch instruction only.
     #[inline(always)]
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn line_ahead(&self, k: usize, offset: usize) -> Option<*const i8> {
         let at = k * self.stride + offset + self.next;
         (self.next > 0).then(|| self.bytes.as_ptr().wrapping_add(at).cast())
