@@ -18,6 +18,8 @@ pub struct PlaneTable {
     pub(super) match_plane: unsafe fn(&[u8], usize, u64, u64, &mut [u8]) -> bool,
     pub(super) select: unsafe fn(&[u8], usize, u64, u64, &mut [u8]),
     pub(super) copy: unsafe fn(&[u8], &mut [u8]),
+    /// Orders what `copy` wrote before all later stores, as other threads see them.
+    pub(super) fence: unsafe fn(),
 }
 
 impl std::fmt::Debug for PlaneTable {
@@ -36,6 +38,7 @@ pub(super) const fn scalar_planes(isa: Isa) -> PlaneTable {
         match_plane: scalar::planes::match_plane,
         select: scalar::planes::select,
         copy: scalar::planes::copy,
+        fence: scalar::planes::fence,
     }
 }
 
@@ -171,6 +174,9 @@ impl PlaneTable {
             // SAFETY: the table of `isa` is handed out only where the CPU has its features; the slices are equally long.
             unsafe { (self.copy)(&planes.plane(k)[..len], dst) };
         }
+        // Once for all planes: it waits until they have left the core.
+        // SAFETY: the table of `isa` is handed out only where the CPU has its features.
+        unsafe { (self.fence)() };
     }
 }
 

@@ -48,6 +48,7 @@ pub(super) const fn plane_table() -> PlaneTable {
         match_plane: planes::match_plane,
         select: planes::select,
         copy,
+        fence,
         ..scalar_planes(Isa::Avx2)
     }
 }
@@ -55,7 +56,7 @@ pub(super) const fn plane_table() -> PlaneTable {
 /// Elements that the inner loops over rows take at once: a dither step.
 const UNIT: usize = 32;
 
-/// Copies past the caches whole vectors of `dst`.
+/// Copies past the caches whole vectors of `dst`; `fence` must follow.
 #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
 fn copy(src: &[u8], dst: &mut [u8]) {
     assert_eq!(src.len(), dst.len());
@@ -73,7 +74,11 @@ fn copy(src: &[u8], dst: &mut [u8]) {
     }
     let tail = head + 32 * vectors;
     dst[tail..].copy_from_slice(&src[tail..]);
-    // Other threads see streamed stores in order only behind this.
+}
+
+/// Other threads see streamed stores in order only behind this.
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
+fn fence() {
     _mm_sfence();
 }
 

@@ -48,11 +48,12 @@ pub(super) const fn plane_table() -> PlaneTable {
         match_plane: planes::match_plane,
         select: planes::select,
         copy,
+        fence,
         ..scalar_planes(Isa::Avx512)
     }
 }
 
-/// Copies past the caches whole lines of `dst`.
+/// Copies past the caches whole lines of `dst`; `fence` must follow.
 #[target_feature(
     enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
 )]
@@ -72,7 +73,13 @@ fn copy(src: &[u8], dst: &mut [u8]) {
     }
     let tail = head + 64 * lines;
     dst[tail..].copy_from_slice(&src[tail..]);
-    // Other threads see streamed stores in order only behind this.
+}
+
+/// Other threads see streamed stores in order only behind this.
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,gfni,avx2,fma,f16c,bmi1,bmi2,popcnt"
+)]
+fn fence() {
     _mm_sfence();
 }
 
