@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 650  # about 600, with room for a last test
+MAX_LINES = 600
+TOLERANCE = 50  # a last test need not wait for a split
 
 # Files that may be longer, each with the reason.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES = {
+    "src/kernels/avx512/cols.rs": "the column kernels of one level share their loads, masks and transposes",
+}
 
 # The only places that may say `unsafe`: what they have in common is raw memory that a safe type cannot describe.
 UNSAFE_PLACES = {
@@ -163,7 +166,7 @@ def test_files_are_short(folder):
         if path.startswith(folder)
         and path.endswith((".rs", ".py", ".pyi", ".sh"))
         and path not in LONG_FILES
-        and read(path).count("\n") > MAX_LINES
+        and read(path).count("\n") > MAX_LINES + TOLERANCE
     ]
     assert long == []
 
