@@ -214,7 +214,7 @@ mod tests {
                 logical,
             })
             .collect();
-        dims.sort_by(|a, b| b.stride.cmp(&a.stride));
+        dims.sort_by_key(|dim| std::cmp::Reverse(dim.stride));
         dims
     }
 

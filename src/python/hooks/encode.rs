@@ -349,20 +349,20 @@ fn encode_one(py: Python<'_>, claim: &Claim, width: Option<Option<u8>>) -> PyRes
     let sample = tensor::sample(&item.view, &item.dims);
     // PyTorch does not count writes through `.data` as changes; most of them show in a sample.
     let present = present.filter(|blob| blob.sample == sample);
-    if let Some(blob) = &present {
-        if blob.serve(want, bits).is_some() {
-            blob.note_reader(want);
-            row.shared = true;
-            (row.class, row.bits) = blob.class_and_bits();
-            store.push_row(row);
-            drop(saved.settle(State::Coded {
-                blob: blob.clone(),
-                want,
-                bits,
-                shape,
-            }));
-            return Ok(());
-        }
+    if let Some(blob) = &present
+        && blob.serve(want, bits).is_some()
+    {
+        blob.note_reader(want);
+        row.shared = true;
+        (row.class, row.bits) = blob.class_and_bits();
+        store.push_row(row);
+        drop(saved.settle(State::Coded {
+            blob: blob.clone(),
+            want,
+            bits,
+            shape,
+        }));
+        return Ok(());
     }
     let started = Instant::now();
     let made = part::make_part(py, store, claim, need, present.as_deref(), &known)?;

@@ -75,8 +75,11 @@ pub(super) fn make_part(
     let (address, span, threads) = (item.view.data, layout.span() * dtype.size(), config.threads);
     let bytes = layout.len() * dtype.size();
     let pool = SlabPool::global();
-    // SAFETY of every use: the handle's state holds the tensor, whose memory has this span from this address.
-    let source = move || unsafe { Source::new(address as *const u8, span) };
+    let source = move || {
+        // SAFETY: the handle's state holds the tensor, whose memory has this span from this address, as was looked at again
+        // just before.
+        unsafe { Source::new(address as *const u8, span) }
+    };
     let value = |bits: u8, axis, answers: Option<MaskKey>, predicted| -> PyResult<Option<Made>> {
         let Some(float) = item.view.float_type() else {
             return Ok(None);

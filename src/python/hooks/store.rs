@@ -140,14 +140,13 @@ impl Store {
     }
 
     pub(crate) fn handle_keeps(&self, storage: Option<&StorageRecord>) {
-        if let Some(record) = storage {
-            if record.aliases.fetch_add(1, Ordering::Relaxed) == 0
-                && !record.alive_elsewhere.load(Ordering::Relaxed)
-            {
-                self.counters
-                    .kept_bytes
-                    .fetch_add(record.nbytes, Ordering::Relaxed);
-            }
+        if let Some(record) = storage
+            && record.aliases.fetch_add(1, Ordering::Relaxed) == 0
+            && !record.alive_elsewhere.load(Ordering::Relaxed)
+        {
+            self.counters
+                .kept_bytes
+                .fetch_add(record.nbytes, Ordering::Relaxed);
         }
     }
 
