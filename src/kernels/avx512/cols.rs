@@ -471,7 +471,6 @@ pub(super) unsafe fn dequantize<T: MaskedLanes>(
         dst: dst.as_mut_ptr(),
         clamp: may_overflow::<T>(c0, step),
         stream: stream && lines,
-        fetch: stream && !lines,
     };
     // SAFETY: ROWS is what the width asks for; the rest is the caller's promise.
     unsafe {
@@ -483,7 +482,7 @@ pub(super) unsafe fn dequantize<T: MaskedLanes>(
     }
 }
 
-/// How many rows ahead lines are fetched for values.
+/// How many rows ahead lines are fetched that values which are not streamed go to: hardware prefetchers do not follow pieces of rows.
 const FETCH_ROWS: usize = 8;
 
 /// What the chunks of a row group share.
@@ -499,8 +498,6 @@ struct Decoder<'a, T> {
     clamp: bool,
     /// Whether values go past the caches.
     stream: bool,
-    /// Whether they should but cannot: then the lines that they will go to are fetched.
-    fetch: bool,
 }
 
 impl<T: MaskedLanes> Decoder<'_, T> {
@@ -513,7 +510,7 @@ impl<T: MaskedLanes> Decoder<'_, T> {
         let shape = self.shape;
         let full = [0, 64].map(|column| lanes(ROWS, ROWS, shape.width, column) == [!0; 4]);
         for r in (0..shape.rows).step_by(ROWS) {
-            if self.fetch {
+            if !self.stream && r + FETCH_ROWS < shape.rows {
                 fetch_row(
                     self.dst.wrapping_add((r + FETCH_ROWS) * shape.pitch),
                     shape.width,
