@@ -375,7 +375,8 @@ fn readers_of_masks_and_of_signs_are_served() {
 
 #[test]
 fn many_zeros_cost_one_bit_each() {
-    let n = 1 << 20;
+    // More than 8 MiB, from where values are written past the caches.
+    let n = 2_300_001;
     let x: Vec<f32> = fill(Content::Relu, n, 1);
     let spec = spec_of(FloatType::F32, 4, Geometry::Row { n });
     let q = encode_value(
@@ -391,6 +392,23 @@ fn many_zeros_cost_one_bit_each() {
         (bits - 3.0).abs() < 0.02,
         "{bits} bits an element, 1 + 4/2 expected"
     );
+    for threads in [1, 2] {
+        let mut y = vec![7f32; n];
+        q.decode_into(
+            Target::from_slice(&mut y),
+            &Layout::contiguous(n),
+            ReadMode::Values,
+            threads,
+        )
+        .unwrap();
+        assert!(x.iter().zip(&y).all(|(x, y)| (*x == 0.0) <= (*y == 0.0)));
+        let most = x.iter().fold(0f32, |a, x| a.max(*x));
+        assert!(
+            x.iter()
+                .zip(&y)
+                .all(|(x, y)| (x - y).abs() <= most / 15.0 * 0.54)
+        );
+    }
 }
 
 #[test]
