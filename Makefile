@@ -118,8 +118,8 @@ bench: ## Benchmarks of every kernel (BENCH_ARGS= is passed to criterion)
 	$(CARGO) bench $(LOCKED) $(BENCH_ARGS)
 
 .PHONY: bench-smoke
-bench-smoke: $(BUILD_STAMP) ## Run every benchmark once, without measuring
-	$(CARGO) bench $(LOCKED) -- --test
+bench-smoke: $(BUILD_STAMP) ## Run every benchmark once, without measuring (hence without link-time optimisation)
+	CARGO_PROFILE_BENCH_LTO=off CARGO_PROFILE_BENCH_CODEGEN_UNITS=16 $(CARGO) bench $(LOCKED) -- --test
 
 # --- distribution ---------------------------------------------------------------------------------------------------
 

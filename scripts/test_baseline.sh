@@ -25,4 +25,5 @@ export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="qemu-x86_64 -cpu qemu64,-ss
 # Emulation is slow: fewer random cases.
 export PROPTEST_CASES="${PROPTEST_CASES:-16}"
 echo "== x86-64, SSE2 only"
-cargo test --locked --no-default-features --lib --tests "$@"
+# Left out: a forked child that starts threads makes qemu's user mode itself abort; `make test-rust` tests it.
+cargo test --locked --no-default-features --lib --tests "$@" -- --skip a_forked_child

@@ -74,7 +74,9 @@ export DAF_ISA=neon
 # Emulation is slow: optimised code, fewer random cases. Link-time optimisation would cost more than it saves.
 export CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_DEBUG=0
 export PROPTEST_CASES="${PROPTEST_CASES:-32}"
+# Left out: a forked child that starts threads makes qemu's user mode itself abort (7.2: qemu_plugin_vcpu_init_hook). What
+# follows a fork is not specific to a processor, and `make test-rust` tests it.
 for cpu in max cortex-a53; do
     echo "== aarch64, CPU model $cpu, DAF_ISA=$DAF_ISA"
-    QEMU_CPU=$cpu cargo test --locked --release --no-default-features --target "$TARGET" "$@"
+    QEMU_CPU=$cpu cargo test --locked --release --no-default-features --target "$TARGET" "$@" -- --skip a_forked_child
 done
