@@ -78,5 +78,14 @@ export PROPTEST_CASES="${PROPTEST_CASES:-32}"
 # follows a fork is not specific to a processor, and `make test-rust` tests it.
 for cpu in max cortex-a53; do
     echo "== aarch64, CPU model $cpu, DAF_ISA=$DAF_ISA"
-    QEMU_CPU=$cpu cargo test --locked --release --no-default-features --target "$TARGET" "$@" -- --skip a_forked_child
+    QEMU_CPU=$cpu cargo test --locked --release --no-default-features --target "$TARGET" "$@" -- \
+        --skip a_forked_child --skip every_level_writes_the_same_bytes
+    # That last test starts itself again for each level, which this kernel cannot do with a foreign program: done here.
+    digests=$(for isa in scalar neon; do
+        DAF_ISA=$isa QEMU_CPU=$cpu cargo test -q --locked --release --no-default-features --target "$TARGET" --test golden -- \
+            --ignored --exact --nocapture print_digest | grep -o "digest $isa .*"
+    done)
+    echo "$digests"
+    [ "$(awk '{ print $3 }' <<<"$digests" | sort -u | wc -l)" = 1 ] || die "the levels write different bytes"
+    [ "$(wc -l <<<"$digests")" = 2 ] || die "a level gave no digest"
 done
