@@ -28,7 +28,7 @@ class Rule:
     Attributes:
         kind: What backward reads.
 
-            * ``"unused"``: nothing but shape and dtype. Stored in 0 bytes, decoded to zeros.
+            * ``"unused"``: nothing but shape and dtype. Stored in 0 bytes; what backward gets has undefined contents.
             * ``"mask"``: only whether ``!(x <= t)``, so NaN counts as set. 1 bit.
             * ``"within"``: only whether ``lo <= x <= hi``, so NaN counts as unset. 1 bit.
             * ``"not_beyond"``: only whether ``!(x <= lo or x >= hi)``, so NaN counts as set. 1 bit.
