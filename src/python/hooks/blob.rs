@@ -7,7 +7,7 @@ use super::consumer::Kind;
 use super::slots;
 use super::storage::StorageRecord;
 use super::store::Store;
-use crate::codec::{Class, Encoded, Geometry, Layout, ReadMode};
+use crate::codec::{Encoded, Geometry, Layout, ReadMode};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -193,7 +193,7 @@ impl Blob {
         let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
         parts
             .leading()
-            .map_or(("none", 0), |part| (class_name(part.class()), part.bits()))
+            .map_or(("none", 0), |part| (part.class().name(), part.bits()))
     }
 
     /// The question that a value code with a zero plane could answer instead of the mask that is stored.
@@ -221,7 +221,7 @@ impl Blob {
             change(&mut parts);
             bytes = parts.bytes();
             let leading = parts.leading();
-            class = leading.map_or("none", |part| class_name(part.class()));
+            class = leading.map_or("none", |part| part.class().name());
             bits = leading.map_or(0, |part| part.bits());
         }
         let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
@@ -242,19 +242,5 @@ impl Drop for Blob {
         ) {
             slots::edit(slot, |slot| slot.value_too = None);
         }
-    }
-}
-
-/// The name of a class in statistics and reports.
-pub(crate) fn class_name(class: Class) -> &'static str {
-    match class {
-        Class::Value => "value",
-        Class::Constant => "constant",
-        Class::TwoValued => "two_valued",
-        Class::Bool => "bool",
-        Class::Integer => "integer",
-        Class::Mask => "mask",
-        Class::Sign => "sign",
-        Class::Raw => "raw",
     }
 }

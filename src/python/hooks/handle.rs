@@ -224,9 +224,6 @@ fn allocate<'py>(
         ))?;
         return Ok((whole, view));
     }
-    if shape.compact {
-        return Ok((fresh, view));
-    }
     Ok((fresh, view))
 }
 
